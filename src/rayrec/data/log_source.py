@@ -461,6 +461,8 @@ class LogSource:
         dataset = self.dataset()
         if dataset is not None:
             return dataset.labelled
+        if schema.sequence is not None:
+            return True
         files = self._log_files()
         if schema.label is None or self.is_random:
             return True
