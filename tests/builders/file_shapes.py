@@ -336,7 +336,14 @@ SHAPES: dict[str, Shape] = {
         has_lines=False,
     ),
     "clicks of sessions": Shape(
-        _lines("clicks.dat", _session_row), None, (), ("c0", "c2"), recipe="two_tower"
+        _lines("clicks.dat", _session_row),
+        None,
+        (),
+        ("c2", "target", "seen"),
+        ("c2", "target", "seen"),
+        num_rows=NUM_ROWS // 4,
+        recipe="next_item",
+        has_lines=False,
     ),
     "users and items with a blank between": Shape(
         _lines("pairs.txt", lambda n, rng: f"{rng.randrange(60)} {rng.randrange(90)}"),

@@ -57,7 +57,7 @@ from rayrec.prepare.draft_columns import (
     time_rank,
 )
 from rayrec.prepare.table_draft import Join, Role, find_join
-from rayrec.schema import BRACKETS, Schema, load_schema
+from rayrec.schema import BRACKETS, Schema, SequenceColumns, SequenceSplit, load_schema
 
 if TYPE_CHECKING:
     from rayrec.data.frame_files import Rows
@@ -108,8 +108,10 @@ _MAX_BAD_FRACTION: Final = 0.001
 """Maximum fraction of invalid rows of `rayrec train` by default."""
 _FALLBACK_ENCODING: Final = "latin-1"
 """Encoding of files that are not UTF-8. Each sequence of bytes is valid in it."""
-_EVENTS_RECIPE: Final = "two_tower --workload.model.item-features {item}"
-"""Recipe and its flags for a log of events without a label."""
+_SEQUENCE_RECIPE: Final = "next_item"
+"""Recipe for events of users in the order of time."""
+_PAIRS_RECIPE: Final = "two_tower --workload.model.item-features {item}"
+"""Recipe and its flags for other events without a label."""
 _MIN_ROWS: Final = 20
 """Minimum rows of a log, so that the default split leaves some for each part."""
 
@@ -165,9 +167,10 @@ def draft(data: "str | Rows", *, label: str | None = None, tables: Sequence[str]
     columns = _without_negative(columns, chosen.name)
     plan = _Plan.from_columns(columns, chosen, head.roles)
     joins = _joins(tables, columns, plan)
-    notes = [*_notes(head, columns, chosen, plan), *(join.note for join in joins)]
+    sequence = None if joins else _sequence(head, columns, chosen, plan, path)
+    notes = [*_notes(head, columns, chosen, plan, sequence), *(join.note for join in joins)]
     comments = "".join(f"# {_one_line(note)}\n" for note in notes)
-    text = comments + _yaml(head, columns, chosen, plan, joins)
+    text = comments + _yaml(head, columns, chosen, plan, joins, sequence)
     _check(text, head, path)
     return text
 
@@ -185,7 +188,9 @@ def _columns_of(head: _Head, path: str) -> dict[str, Column]:
 def recipe_of(text: str) -> str:
     """Return the recipe that trains on a log with the drafted schema `text`, with its flags."""
     schema = load_schema(text, "draft")
-    return _EVENTS_RECIPE.format(item=schema.sparse[-1]) if _has_no_label(schema) else "clicks"
+    if schema.sequence is not None:
+        return _SEQUENCE_RECIPE
+    return _PAIRS_RECIPE.format(item=schema.sparse[-1]) if _has_no_label(schema) else "clicks"
 
 
 def _has_no_label(schema: Schema) -> bool:
@@ -490,12 +495,16 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
             f"{path}: no column of 0 and 1, of two words or of ratings for the label, and no user "
             f"and item of events, among {', '.join(columns)}. Add one, or pass --label"
         )
+    return _Label(None, events=events)
+
+
+def _events_note(events: tuple[str, str], sequence: SequenceColumns | None) -> str:
     user, item = events
-    note = (
+    recipe = _PAIRS_RECIPE.format(item=item) if sequence is None else _SEQUENCE_RECIPE
+    return (
         f"No label: a row is an event, in which {user} chose {item}. Learn what users choose by "
-        f"`rayrec train {_EVENTS_RECIPE.format(item=item)}`; for clicks or ratings, add a label."
+        f"`rayrec train {recipe}`; for clicks or ratings, add a label."
     )
-    return _Label(None, note=note, events=events)
 
 
 # Columns of codes are the user and the item:
@@ -772,6 +781,27 @@ def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> lis
     return joins
 
 
+# Events have lists to learn from if they have times, and users who come back. The rows at the start
+# of a log tell both.
+def _sequence(
+    head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan, path: str
+) -> SequenceColumns | None:
+    """Return the columns of the lists of events. None for rows with a label, without a time, with
+    missing users or items, or without a user whose items are enough for all parts.
+    """
+    if label.events is None or plan.timestamp is None:
+        return None
+    user, item = label.events
+    sequence = SequenceColumns(user=user, item=item, time=plan.timestamp)
+    schema = Schema(label=None, sequence=sequence).updated(_form(head, columns))
+    raw, _ = parse_table(head.table, schema.events, path=path)
+    is_whole = ~raw.missing.any(axis=1)
+    _, counts = np.unique(raw.categories[is_whole, 0], return_counts=True)
+    is_enough = counts.max(initial=0) >= sequence.min_length + sum(SequenceSplit().sizes)
+    missing = raw.rows - int(is_whole.sum())
+    return sequence if is_enough and missing <= _MAX_BAD_FRACTION * raw.rows else None
+
+
 # -- Text of the draft
 def _yaml(
     head: _Head,
@@ -779,7 +809,12 @@ def _yaml(
     label: _Label,
     plan: _Plan,
     joins: Sequence[Join],
+    sequence: SequenceColumns | None,
 ) -> str:
+    if sequence is not None:
+        names = {"user": sequence.user, "item": sequence.item, "time": sequence.time}
+        split = SequenceSplit().to_dict()
+        return _dumped({"label": None, "sequence": names, "split": split, **_form(head, columns)})
     name = label.name
     label_rule: Any = {"name": name, **label.rule} if label.rule else name
     fields: dict[str, Any] = {
@@ -801,12 +836,12 @@ def _yaml(
     fields = {
         key: value for key, value in fields.items() if value or key in ("label", "dense", "sparse")
     }
+    return _dumped(fields)
+
+
+def _dumped(fields: Mapping[str, Any]) -> str:
     return yaml.safe_dump(
-        fields,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=None,
-        width=120,
+        fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
     )
 
 
@@ -857,7 +892,13 @@ def _markers(columns: Mapping[str, Column]) -> list[str]:
     return list(dict.fromkeys(marker for column in columns.values() for marker in column.markers))
 
 
-def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> list[str]:
+def _notes(
+    head: _Head,
+    columns: Mapping[str, Column],
+    label: _Label,
+    plan: _Plan,
+    sequence: SequenceColumns | None,
+) -> list[str]:
     """Return a sentence on each decision that a person may want to change."""
     notes = [f"Drafted from {head.table.num_rows:,} rows."]
     if head.header:
@@ -874,8 +915,17 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
         )
     if label.note:
         notes.append(label.note)
-    notes += _integer_notes(columns, plan)
-    if plan.timestamp:
+    if label.events is not None:
+        notes.append(_events_note(label.events, sequence))
+    if sequence is not None:
+        notes.append(
+            f"Each {sequence.user} has a list of {sequence.item}, in the order of "
+            f"{sequence.time}. split says what is held out: the last items of each, or the latest "
+            "events by {kind: time, validation: 7d, test: 7d}."
+        )
+    else:
+        notes += _integer_notes(columns, plan)
+    if plan.timestamp and sequence is None:
         use = "and the only" if plan.timestamp in plan.dense else "no"
         notes.append(f"{plan.timestamp} is the row's time, {use} input of the model.")
     times = [name for name in plan.dense if columns[name].kind == "time" and name != plan.timestamp]
@@ -928,13 +978,14 @@ def _marker_notes(columns: Mapping[str, Column]) -> list[str]:
 def _check(text: str, head: _Head, path: str) -> None:
     """Check that training accepts the draft on the first rows. Raises InputError."""
     fields = yaml.safe_load(text)
-    if not fields["dense"] and not fields["sparse"]:
+    if not any(fields.get(name) for name in ("dense", "sparse", "sequence")):
         raise InputError(
             f"{path}: no column to learn from beside the label; "
             f"{text.partition('# Left out: ')[2].partition(chr(10))[0]}"
         )
     try:
         schema = load_schema(text, "draft")
+        schema = schema if schema.sequence is None else schema.events
         raw, faults = parse_table(head.table, schema, path=path)
     except InputError as error:
         raise InputError(f"{path}: cannot draft a schema; {error}") from None

@@ -20,7 +20,7 @@ from rayrec.data.encoding.rules import seconds_of
 from rayrec.data.logs.column_values import REJECTED, parse_numbers
 from rayrec.prepare import schema_draft
 from rayrec.prepare.schema_draft import draft, recipe_of
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import Schema, SequenceColumns, SequenceSplit, load_schema
 
 ROWS = range(400)
 RANDOM = random.Random(0)
@@ -681,6 +681,33 @@ def test_events_are_drafted_for_two_towers(user: str, item: str, tmp_path: Path)
     assert recipe_of(text) == f"two_tower --workload.model.item-features {item}"
     assert recipe_of(text) in text
     assert "price (of the item or the event)" in text
+
+
+def write_events(tmp_path: Path, *, users: int, gaps: int = 0) -> str:
+    times = [1_700_000_000 + 60 * n for n in range(120)]
+    names = ["" if n < gaps else f"u{n % users}" for n in range(120)]
+    rows = [f"{names[n]},i{n * 7 % 30},{times[n]},{n % 9}.25" for n in range(120)]
+    return events_log(tmp_path, "user_id,item_id,timestamp,price", rows)
+
+
+def test_events_with_times_are_drafted_as_lists(tmp_path: Path) -> None:
+    text = draft(write_events(tmp_path, users=20))
+    schema = load_schema(text, "draft")
+    columns = SequenceColumns(user="user_id", item="item_id", time="timestamp")
+    assert (schema.sequence, schema.split) == (columns, SequenceSplit())
+    assert recipe_of(text) == "next_item"
+    assert "`rayrec train next_item`" in text
+    assert "price (of the item or the event)" in text
+
+
+@pytest.mark.parametrize(
+    ("users", "gaps"), [pytest.param(60, 0, id="few events"), pytest.param(20, 9, id="no user")]
+)
+def test_events_without_lists_are_drafted_for_two_towers(
+    users: int, gaps: int, tmp_path: Path
+) -> None:
+    text = draft(write_events(tmp_path, users=users, gaps=gaps))
+    assert recipe_of(text) == "two_tower --workload.model.item-features item_id"
 
 
 def test_users_counting_up_are_used(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ _SCHEMA = {
         "fitted",
         "labels",
         "timestamp",
+        "sequence",
+        "split",
         "nan",
         "category_rules",
         "label_rule",
