@@ -147,13 +147,14 @@ class _Work:
         texts = 0
         for marker in markers:
             texts |= marker["texts"]
+        latest = [each["latest"] for each in markers if each["latest"] is not None]
         job = ListsJob(
             self._reading,
             schema.sequence,
             schema.split,
             tuple(Spill(number, each["chunks"]) for number, each in enumerate(markers)),
             texts=tuple(bool(texts >> n & 1) for n in range(len(schema.sequence.listed))),
-            latest=max((each["latest"] for each in markers if each["rows"]), default=0) or 0,
+            latest=max(latest, default=0),
         )
         users = [UsersTask(number) for number in range(self._reading.partitions)]
         engine = _limited(self._context.engine)
