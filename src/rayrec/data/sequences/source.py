@@ -46,8 +46,7 @@ def cached_lists(log: EventsLog, context: TaskContext) -> str:
     """Return the folder of the lists of a log in the cache, built unless they are there. Raises
     InputError for an unusable log, and a part without lists.
     """
-    assert context.cache_folder is not None
-    root = storage.absolute(storage.join(context.cache_folder, "sequences"))
+    root = _root(log, context)
     inputs = log.job_inputs()
     names = tuple(file.path for file in log.files)
     form = {name: value for name, value in inputs.items() if name not in ("log", "version")}
@@ -62,6 +61,18 @@ def cached_lists(log: EventsLog, context: TaskContext) -> str:
             remove_older(root, [key])
     _check_faults(storage.read_json(storage.join(folder, MANIFEST)), log)
     return folder
+
+
+def _root(log: EventsLog, context: TaskContext) -> str:
+    """Return the folder of cached lists: beside rows in memory, which are written to the cache for
+    one call, so that both are removed together.
+    """
+    assert context.cache_folder is not None
+    cache = storage.absolute(context.cache_folder)
+    folder = storage.parent_folder(log.files[0].path) if log.files else cache
+    if storage.absolute(folder).startswith(f"{cache}/"):
+        return storage.join(storage.absolute(folder), ".sequences")
+    return storage.join(cache, "sequences")
 
 
 def _check_faults(manifest: dict[str, Any], log: EventsLog) -> None:
