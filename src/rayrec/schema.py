@@ -370,11 +370,11 @@ class SequenceColumns(Config):
                 "schema: sequence: user, item, time and with must name different columns, got "
                 f"{', '.join(names)}"
             )
-        taken = [name for name in self.listed if name in (TARGET, SEEN, AGE)]
-        if taken:
+        reserved = [name for name in self.listed if name in (TARGET, SEEN, AGE)]
+        if reserved:
             raise InputError(
-                f"schema: sequence: {taken[0]} is a column of the built lists, so that no column "
-                "of events may have its name; rename it in the log"
+                f"schema: sequence: {reserved[0]} is a column of built lists, so that no column of "
+                "events may have its name; rename it in the log"
             )
 
     @property
@@ -394,27 +394,20 @@ class SequenceColumns(Config):
             Feature(name=name, max_length=longest, aligned_with=self.item)
             for name in self.with_columns
         )
-        held_out = (Feature(name=name, vocabulary=self.item) for name in (TARGET, SEEN))
-        return (Feature(name=self.item, max_length=longest), *aligned, *held_out)
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any], *, where: str) -> Config:
-        return super().from_values(_renamed_with(values, where), where=where)
-
-    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> SequenceColumns:
-        return super().updated(_renamed_with(changes, where), where=where)
+        targets = (Feature(name=name, vocabulary=self.item) for name in (TARGET, SEEN))
+        return (Feature(name=self.item, max_length=longest), *aligned, *targets)
 
 
-def _renamed_with(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values with `with_columns` for `with`, a word of Python. Raises InputError for
-    both.
+def _renamed_with(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `sequence` with `with_columns` for `with`, a word of Python. Raises
+    InputError for both.
     """
-    if "with" not in values:
-        return dict(values)
-    if "with_columns" in values:
-        raise InputError(f"{where}with: is another name of with_columns, which is set too")
-    others = {name: value for name, value in values.items() if name != "with"}
-    return {**others, "with_columns": values["with"]}
+    fields = dict(values)
+    if "with" in fields:
+        if "with_columns" in fields:
+            raise InputError("sequence.with: is another name of with_columns, which is set too")
+        fields["with_columns"] = fields.pop("with")
+    return fields
 
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -1121,8 +1114,13 @@ class Schema(Config):
         Raises InputError.
         """
         sequence = changes.get("sequence")
-        if isinstance(sequence, Mapping) and self.sequence is None:
-            changes["sequence"] = SequenceColumns.from_values(sequence, where="sequence.")
+        if isinstance(sequence, Mapping):
+            fields = _renamed_with(sequence)
+            changes["sequence"] = (
+                SequenceColumns.from_values(fields, where="sequence.")
+                if self.sequence is None
+                else fields
+            )
         if self.sequence is not None and "sequence" in changes:
             for name in ("sparse", "lists", "optional", "features"):
                 changes.setdefault(name, ())

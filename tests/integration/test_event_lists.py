@@ -58,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Result
     return folder, path, train(config_of(path, folder))
 
 
-def test_run_is_evaluated_on_its_test_lists(trained: tuple[Path, str, Result]) -> None:
+def test_evaluation_reads_test_lists(trained: tuple[Path, str, Result]) -> None:
     _, path, run = trained
     own = rayrec.evaluate(run.folder, console=QUIET)
     assert (own["rows"], own["set"], own["targets"]) == (USERS, "test", USERS)
@@ -67,7 +67,7 @@ def test_run_is_evaluated_on_its_test_lists(trained: tuple[Path, str, Result]) -
     assert again == {name: own[name] for name in again}
 
 
-def test_predictions_name_the_users(trained: tuple[Path, str, Result], tmp_path: Path) -> None:
+def test_predictions_name_users(trained: tuple[Path, str, Result], tmp_path: Path) -> None:
     _, path, run = trained
     _, scores = evaluated_and_predicted(run.folder, path, tmp_path / "scores")
     assert sorted(scores["user"].to_pylist()) == sorted({*map(str, range(USERS))})
@@ -106,7 +106,7 @@ def test_lists_are_built_once(trained: tuple[Path, str, Result]) -> None:
     assert built[0].stat().st_mtime_ns == before
 
 
-def test_lists_of_an_edited_log_replace_the_older_ones(tmp_path: Path) -> None:
+def test_edited_log_replaces_older_lists(tmp_path: Path) -> None:
     path = write_csv(tmp_path)
     train(config_of(path, tmp_path))
     with open(path, "a") as file:
@@ -130,7 +130,7 @@ main()
 
 
 @pytest.mark.parametrize("phase", ["spill_events", "write_lists", "count_items"])
-def test_run_killed_in_the_build_resumes(
+def test_run_killed_in_build_resumes(
     phase: str, trained: tuple[Path, str, Result], tmp_path: Path
 ) -> None:
     _, path, run = trained
@@ -149,7 +149,7 @@ def test_other_rows_to_evaluate_are_rejected(tmp_path: Path) -> None:
     rejects("eval_data.path: must be None with events", train, config)
 
 
-def test_invalid_events_end_a_run(tmp_path: Path) -> None:
+def test_invalid_events_end_run(tmp_path: Path) -> None:
     path = write_csv(tmp_path)
     with open(path, "a") as file:
         print(",100,1800000000", file=file)

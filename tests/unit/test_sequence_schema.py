@@ -19,7 +19,7 @@ def schema() -> Schema:
     return load_schema(TEXT, "events.yaml")
 
 
-def test_sequence_adds_the_features_of_its_lists(schema: Schema) -> None:
+def test_sequence_adds_features_of_lists(schema: Schema) -> None:
     assert schema.sparse == schema.lists == ("film", "action", "target", "seen")
     assert schema.optional == ("target", "seen")
     assert schema.features == (
@@ -30,11 +30,11 @@ def test_sequence_adds_the_features_of_its_lists(schema: Schema) -> None:
     )
 
 
-def test_held_out_items_are_parsed_as_the_items(schema: Schema) -> None:
+def test_targets_are_parsed_as_items(schema: Schema) -> None:
     assert schema.integers == ("who", "film", "target", "seen")
 
 
-def test_events_have_the_columns_and_form_of_the_log(schema: Schema) -> None:
+def test_events_have_columns_and_form_of_log(schema: Schema) -> None:
     expected = Schema(
         label=None, sparse=("who", "film", "action"), timestamp="at", integers=("who", "film")
     )
@@ -42,12 +42,12 @@ def test_events_have_the_columns_and_form_of_the_log(schema: Schema) -> None:
     assert schema.events.format == "csv"
 
 
-def test_order_of_built_lists_is_not_that_of_events(schema: Schema) -> None:
+def test_events_have_no_order_of_built_lists(schema: Schema) -> None:
     assert schema.replace(header=(), header_row=True).events.header is None
     assert schema.replace(header=("who", "film", "at")).events.header == ("who", "film", "at")
 
 
-def test_description_gives_the_schema_back(schema: Schema) -> None:
+def test_description_restores_schema(schema: Schema) -> None:
     assert Schema.described(schema.describe()) == schema
 
 
@@ -56,12 +56,12 @@ def test_older_schemas_are_described_as_before() -> None:
     assert not {"sequence", "split"} & stored.keys()
 
 
-def test_another_length_changes_the_lists(schema: Schema) -> None:
+def test_new_length_changes_lists(schema: Schema) -> None:
     shorter = schema.replace(sequence={"max_length": 5})
     assert shorter.feature("action") == Feature(name="action", max_length=6, aligned_with="film")
 
 
-def test_split_holds_out_the_last_items_by_default() -> None:
+def test_default_split_is_by_last_items() -> None:
     schema = Schema(label=None, sequence=SequenceColumns(user="u", item="i"))
     assert schema.split == SequenceSplit(kind="last_items", validation=1, test=1)
 

@@ -297,7 +297,7 @@ def sequences(
     console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Build a list of items per user of a log of events, in order of time, split for training.
+    """Build a list of items per user from events, in order of time, and split it for training.
 
     `options` are the fields of `rayrec.PreparationConfig`; its `schema` names the columns of the
     events in `sequence`, and what to hold out in `split`. An interrupted call resumes if repeated.

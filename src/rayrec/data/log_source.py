@@ -292,7 +292,7 @@ class LogSource:
             raise InputError(f"{self.path}: has no users and items; give a log of events")
         return self.raw_files(schema.events)
 
-    def given_lists(self, rows: Rows = "log") -> LogSource | None:
+    def existing_lists(self, rows: Rows = "log") -> LogSource | None:
         """Return the source of lists of events that were built before; None for other data."""
         folder = None if self.is_random or self.is_preprocessed else find_lists(self.path, rows)
         return None if folder is None else LogSource(folder, (), is_preprocessed=False)
@@ -305,14 +305,13 @@ class LogSource:
         max_bad_fraction: float | None = None,
         rows: Rows = "log",
     ) -> LogSource:
-        """Return the source of the lists of a schema with `sequence`: given ones, or those of
-        events, built once in the cache folder. Raises InputError for other lists than the schema's,
-        and an unusable log.
+        """Return the source of lists: existing ones, or those of events, built once in the cache
+        folder. Raises InputError for other lists than the schema's, and an unusable log.
         """
-        given = self.given_lists(rows)
-        if given is not None:
-            check_lists(given.path, schema)
-            return given
+        existing = self.existing_lists(rows)
+        if existing is not None:
+            check_lists(existing.path, schema)
+            return existing
         files = tuple(self.event_files(schema))
         limit = 1.0 if max_bad_fraction is None else max_bad_fraction
         folder = cached_lists(EventsLog(self.path, files, schema, limit), context)
@@ -429,7 +428,7 @@ class LogSource:
         if self.is_preprocessed:
             return
         if schema.sequence is not None:
-            if self.given_lists() is not None:
+            if self.existing_lists() is not None:
                 return
             schema = schema.events
         files = self.raw_files(schema)

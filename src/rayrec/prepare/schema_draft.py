@@ -795,10 +795,10 @@ def _sequence(
     sequence = SequenceColumns(user=user, item=item, time=plan.timestamp)
     schema = Schema(label=None, sequence=sequence).updated(_form(head, columns))
     raw, _ = parse_table(head.table, schema.events, path=path)
-    is_whole = ~raw.missing.any(axis=1)
-    _, counts = np.unique(raw.categories[is_whole, 0], return_counts=True)
+    is_complete = ~raw.missing.any(axis=1)
+    _, counts = np.unique(raw.categories[is_complete, 0], return_counts=True)
     is_enough = counts.max(initial=0) >= sequence.min_length + sum(SequenceSplit().sizes)
-    missing = raw.rows - int(is_whole.sum())
+    missing = raw.rows - int(is_complete.sum())
     return sequence if is_enough and missing <= _MAX_BAD_FRACTION * raw.rows else None
 
 

@@ -1,4 +1,4 @@
-"""Lists of items per user as a folder of files, built of a log of events."""
+"""Folders with lists of items per user, built from events."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class _Work:
         )
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
-        """Return the tasks, each of which starts at the end of the one before in its file, and the
+        """Return the tasks, each of which starts where the one before in its file ends, and the
         results of `examine`.
         """
         task = functools.partial(split_tasks.examine, job=self.job)

@@ -111,7 +111,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_lists_are_those_of_pandas(split: SequenceSplit, tmp_path: Path) -> None:
+def test_lists_match_pandas(split: SequenceSplit, tmp_path: Path) -> None:
     events = events_of()
     out = tmp_path / "out"
     schema = SCHEMA.replace(split=split)
@@ -141,7 +141,7 @@ def test_lists_are_those_of_pandas(split: SequenceSplit, tmp_path: Path) -> None
         assert cold == sum(item not in trained for item in held_out)
 
 
-def test_equal_times_keep_the_order_of_files_and_rows(tmp_path: Path) -> None:
+def test_equal_times_keep_order_of_files_and_rows(tmp_path: Path) -> None:
     events = events_of()
     events["time"] = START
     out = tmp_path / "out"
@@ -151,7 +151,7 @@ def test_equal_times_keep_the_order_of_files_and_rows(tmp_path: Path) -> None:
         assert (row["item"], row["action"]) == (own["item"].tolist(), own["action"].tolist())
 
 
-def test_events_without_time_are_in_order_of_the_files(tmp_path: Path) -> None:
+def test_events_without_time_are_in_order_of_files(tmp_path: Path) -> None:
     events = events_of()
     schema = Schema(label=None, sequence=SequenceColumns(user="user", item="item"))
     out = tmp_path / "out"
@@ -162,7 +162,7 @@ def test_events_without_time_are_in_order_of_the_files(tmp_path: Path) -> None:
     assert rows[1]["item"] + rows[1]["target"] == own[-52:]
 
 
-def test_ages_are_seconds_before_the_newest_item(tmp_path: Path) -> None:
+def test_ages_are_seconds_before_newest_item(tmp_path: Path) -> None:
     times = [START, START + 5, START + 65, START + 70, START + 100]
     events = pd.DataFrame({"user": "u", "item": [*"abcde"], "time": times, "action": "x"})
     out = tmp_path / "out"
@@ -171,7 +171,7 @@ def test_ages_are_seconds_before_the_newest_item(tmp_path: Path) -> None:
     assert ages == [[65, 60, 0], [70, 65, 5, 0], [100, 95, 35, 30, 0]]
 
 
-def test_users_without_history_are_evaluated_in_a_split_by_time(tmp_path: Path) -> None:
+def test_split_by_time_evaluates_users_without_history(tmp_path: Path) -> None:
     events = events_of()
     late = events.tail(1).assign(user=999, time=events["time"].max())
     schema = SCHEMA.replace(split=SequenceSplit(kind="time", validation="40s", test="40s"))
@@ -244,7 +244,7 @@ def test_schema_of_integers_makes_integers_of_text(tmp_path: Path) -> None:
     assert rows_of(out, "test")[7]["target"] == [4]
 
 
-def test_row_groups_are_small_and_ordered_by_hash_of_the_user(
+def test_row_groups_are_small_and_ordered_by_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lists, "GROUP_BYTES", 1 << 9)
@@ -272,7 +272,7 @@ def one_thread(*_: Any, **__: Any) -> nullcontext[ThreadEngine]:
 
 
 @pytest.mark.parametrize("phase", ["spill_events", "write_lists", "count_items"])
-def test_killed_build_resumes_with_the_same_bytes(
+def test_killed_build_resumes_with_same_bytes(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(events_of(), tmp_path / "log")
@@ -342,7 +342,7 @@ def test_quoted_line_breaks_at_cuts_are_read_once(tmp_path: Path) -> None:
     assert first in {*events["action"]}
 
 
-def test_events_too_few_for_a_part_are_rejected(tmp_path: Path) -> None:
+def test_too_few_events_are_rejected(tmp_path: Path) -> None:
     events = pd.DataFrame({"user": range(30), "item": 1, "time": START, "action": "x"})
     path = written(events, tmp_path / "log")
     rejects(
@@ -378,7 +378,7 @@ def test_options_of_other_commands_are_rejected(tmp_path: Path) -> None:
     rejects("--min-count: not an option", built, path, tmp_path / "out", min_count=3)
 
 
-def test_manifest_describes_the_lists(tmp_path: Path) -> None:
+def test_manifest_describes_lists(tmp_path: Path) -> None:
     built(written(events_of(), tmp_path / "log"), tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "sequences.json").read_text())
     assert manifest["sequence"] == COLUMNS.to_dict()
@@ -402,13 +402,13 @@ def test_many_users_sort_as_by_numpy() -> None:
     np.testing.assert_array_equal(sort_events(keys, times), np.lexsort((times, keys)))
 
 
-def test_last_items_of_short_users_are_not_held_out() -> None:
+def test_short_users_keep_last_items_for_training() -> None:
     ranges = divide_by_items(np.array([0, 3]), np.array([3, 8]), sizes=(2, 1), min_length=2)
     assert ranges.valid.tolist() == [3, 5]
     assert ranges.test.tolist() == [3, 7]
 
 
-def test_times_from_a_cut_on_are_held_out() -> None:
+def test_split_by_time_starts_at_cut() -> None:
     times = np.array([1, 5, 9, 2, 5])
     ranges = divide_by_time(np.array([0, 3]), np.array([3, 5]), times, (5, 9))
     assert (ranges.valid.tolist(), ranges.test.tolist()) == ([1, 4], [2, 5])

@@ -1,5 +1,5 @@
-"""Ranges of tables: row groups of Parquet files, and rows of CSV files, so that tasks read a large
-file together.
+"""Ranges of tables, so that tasks read a large file together: row groups in Parquet, or rows in
+CSV.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class RangeTables:
 
     def _selected(self, stored: Sequence[str]) -> tuple[str, ...]:
         """Return the columns to read of those in a file."""
-        wanted = stored if self._columns is None else self._columns
-        return tuple(name for name in stored if name in wanted)
+        selected = stored if self._columns is None else self._columns
+        return tuple(name for name in stored if name in selected)
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:

@@ -89,9 +89,10 @@ class EventsLog:
 
 
 def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
-    """Write lists of items per user atomically into folder `out`: `log` with files train-*, valid-*
-    and test-* for the split kind `named_files`, `histories` with the whole list of every user, and
-    the manifest. Resumes an interrupted call. Returns the manifest.
+    """Write lists of items per user atomically into folder `out`. Resumes an interrupted call.
+
+    `log` has files train-*, valid-* and test-*, for the split kind `named_files`, and `histories`
+    the whole list of every user. The manifest comes last. Returns it.
 
     Raises InputError for an unusable log, a part without lists, or if `out` exists.
     """
@@ -174,7 +175,7 @@ class _Work:
             for number in range(BUCKETS)
         ]
         counted = list(self._run("items", functools.partial(count_items, job=job), tasks))
-        held_out = [name for name in _MARKED if name != "train" and rows[_MARKED[name]]]
+        parts = [name for name in _MARKED if name != "train" and rows[_MARKED[name]]]
         return {
             "users": sum(each["users"] for each in written),
             "items": sum(each["items"] for each in counted),
@@ -182,30 +183,30 @@ class _Work:
             "bad_rows": self._index.faults.total,
             "rows": {name: rows[part] for name, part in _MARKED.items() if rows[part]},
             "targets": {
-                name: sum(each["targets"][_MARKED[name]] for each in written) for name in held_out
+                name: sum(each["targets"][_MARKED[name]] for each in written) for name in parts
             },
             "cold_targets": {
-                name: sum(each["cold"][_MARKED[name]] for each in counted) for name in held_out
+                name: sum(each["cold"][_MARKED[name]] for each in counted) for name in parts
             },
         }
 
     def _check_rows(self, rows: Mapping[str, int], split: SequenceSplit) -> None:
         """Raise InputError if a part has no lists."""
-        wanted = PARTS if split.sizes[1] else PARTS[:2]
-        empty = [name for name, part in _MARKED.items() if part in wanted and not rows[part]]
+        parts = PARTS if split.sizes[1] else PARTS[:2]
+        empty = [name for name, part in _MARKED.items() if part in parts and not rows[part]]
         if not empty:
             return
         storage.remove_folder(self._running.folder.path)
         columns = self._log.schema.sequence
         assert columns is not None
-        held_out = f"split {split.kind} with validation {split.validation} and test {split.test}"
+        rule = f"split {split.kind} with validation {split.validation} and test {split.test}"
         fix = (
             "hold out shorter times"
             if split.kind == "time"
             else "hold out fewer items, or give a log with more events of the same users"
         )
         raise InputError(
-            f"{self._log.path}: no user has a list for {' and '.join(empty)}, with {held_out} and "
+            f"{self._log.path}: no user has a list for {' and '.join(empty)}, with {rule} and "
             f"min_length {columns.min_length}. Lower min_length, or {fix}"
         )
 

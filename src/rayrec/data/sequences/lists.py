@@ -136,7 +136,7 @@ def divide_by_time(
 
 def write_lists(task: UsersTask, *, job: ListsJob) -> pa.Table:
     """Write the lists of a partition's users, one file for each part with rows, and its items.
-    Return the numbers of rows and held-out items by part, of users and of events.
+    Return the numbers of users, events, and of rows and held-out items by part.
     """
     keep_freed_memory()
     reading = job.reading
@@ -264,8 +264,8 @@ class _UserLists:
         if part in ("valid", "test"):
             items = self._columns[self._job.columns.item]
             for name, start, stop in ((TARGET, history, stops), (SEEN, first, history)):
-                taken = items.take(expand_ranges(start, stop - start))
-                columns[name] = pa.ListArray.from_arrays(_offsets(stop - start), taken)
+                column = items.take(expand_ranges(start, stop - start))
+                columns[name] = pa.ListArray.from_arrays(_offsets(stop - start), column)
         if self._times is not None:
             newest = np.repeat(self._times[np.maximum(history, 1) - 1], lengths)
             ages = ((newest - self._times[before]) / _MILLION).astype(np.float32)
@@ -318,8 +318,8 @@ def _write_groups(table: pa.Table, sizes: Numbers, path: str) -> None:
 
 
 def group_ends(weights: Numbers, size_bytes: int) -> Sequence[int]:
-    """Return the ends of row groups of about GROUP_BYTES, given the weights of the rows and the
-    bytes of all. Pure.
+    """Return the ends of row groups with about GROUP_BYTES, given each row's weight and the bytes
+    of all. Pure.
     """
     total = np.cumsum(weights)
     count = max(size_bytes // GROUP_BYTES, 1)
@@ -344,8 +344,8 @@ class ItemsTask:
 
 
 def count_items(task: ItemsTask, *, job: ListsJob) -> pa.Table:
-    """Return the number of distinct items of a partition, and of held-out ones by part that no
-    training row has.
+    """Count the distinct items of a partition, and the held-out ones by part that no training row
+    has.
     """
     keep_freed_memory()
     parts = [np.zeros(0, ITEM)]

@@ -1,4 +1,4 @@
-"""Folders of lists: given ones, and those in the cache, which are built of a log of events once."""
+"""Folders with lists: given ones, and those in the cache, which are built from events once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def check_lists(folder: str, schema: Schema) -> None:
     assert schema.split is not None
     manifest = storage.read_json(storage.join(storage.parent_folder(folder), MANIFEST))
     for name, value in (("sequence", schema.sequence), ("split", schema.split)):
-        wanted = value.to_dict()
-        differing = [key for key in wanted if wanted[key] != manifest[name].get(key)]
+        current = value.to_dict()
+        differing = [key for key in current if current[key] != manifest[name].get(key)]
         for key in differing:
             raise InputError(
                 f"{folder}: {name}.{key} of the schema must match {manifest[name].get(key)}, with "
-                f"which the lists were built, got {wanted[key]}. Change it, or give the events"
+                f"which the lists were built, got {current[key]}. Change it, or give the events"
             )
 
 

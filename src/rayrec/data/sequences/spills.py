@@ -31,8 +31,8 @@ KEY: Final = "key"
 """Column with the hash of the user, a bijection of its token, uint64."""
 TIME: Final = "time"
 """Column with the time in microseconds, int64."""
-_PLACE: Final = np.dtype([("start", np.int64), ("size", np.int64), ("texts", np.int64)])
-"""Place of a partition's events of one chunk in the file of a task. `texts` has a bit for each
+_CHUNK: Final = np.dtype([("start", np.int64), ("size", np.int64), ("texts", np.int64)])
+"""Range of bytes in a task's file, with some events of one partition. `texts` has a bit for each
 column of values that is text.
 """
 
@@ -45,12 +45,12 @@ class EventsJob:
 
     folder: JobFolder
     events: Schema
-    """Schema of the log, whose columns of `sparse` are those of the lists, the user first."""
+    """Schema of the log. Its columns of `sparse` become lists, except the first, the user."""
     partitions: int
 
-    def path(self, kind: Literal["events", "places"], number: int) -> str:
-        """Return the path of a task's events, or of the place of each chunk of each partition in
-        their file, _PLACE [partitions, chunks].
+    def path(self, kind: Literal["events", "chunks"], number: int) -> str:
+        """Return the path of a task's events, or of their chunks by partition, _CHUNK [partitions,
+        chunks].
         """
         return self.folder.aid(kind, f"{number:06d}.bin")
 
@@ -70,8 +70,8 @@ class Spill:
 #   lists     a task per partition reads its events of all ranges, sorts them, and writes its lists
 #   items     a task per partition of the items counts those that training does not have
 #
-# A partition is a range of the users' hashes, so that all lists together are in the order of the
-# hashes, for any number of partitions.
+# A partition is a range of user hashes, so that all lists together are in order of the hashes, for
+# any number of partitions.
 def spill_events(part: TableRange, *, job: EventsJob) -> pa.Table:
     """Write a range's events by partition, in their order, and return their number, faults, and
     their latest time. An event without a user, an item, or a value of another column is a fault.
@@ -100,13 +100,13 @@ def spill_events(part: TableRange, *, job: EventsJob) -> pa.Table:
                 newest = pc.max(events.column(TIME)).as_py()
                 latest = newest if latest is None else max(latest, newest)
             writer.add(events)
-        places = writer.finish()
+        chunks = writer.finish()
     with job.folder.disk_errors():
-        storage.write_bytes(job.path("places", part.number), places.view(np.uint8).data)
+        storage.write_bytes(job.path("chunks", part.number), chunks.view(np.uint8).data)
     counts = {"rows": rows, "faults": faults.to_dict(), "latest": latest}
-    found = {"texts": writer.texts, "chunks": places.shape[1]}
-    place = {"lines": lines, "start": part.start, "end": tables.end}
-    return job.folder.done("events", part.number, {**counts, **found, **place})
+    written = {"texts": writer.texts, "chunks": chunks.shape[1]}
+    read = {"lines": lines, "start": part.start, "end": tables.end}
+    return job.folder.done("events", part.number, {**counts, **written, **read})
 
 
 def _parsed(
@@ -121,7 +121,7 @@ def _parsed(
         parser.reject(block.missing[:, number], MISSING, name)
     valid = parser.fault_kinds < 0
     is_full = bool(valid.all())
-    kept = None if is_full else pa.array(np.flatnonzero(valid))
+    valid_rows = None if is_full else pa.array(np.flatnonzero(valid))
     users = block.categories[:, 0] if is_full else block.categories[valid, 0]
     columns = {KEY: arrow_numbers(mix64(users))}
     if block.times is not None:
@@ -132,7 +132,8 @@ def _parsed(
             columns[str(number)] = arrow_numbers(tokens.view(np.int64))
             continue
         array = parser.array(name)
-        columns[str(number)] = _plain_values(array if kept is None else array.take(kept))
+        array = array if valid_rows is None else array.take(valid_rows)
+        columns[str(number)] = _plain_values(array)
     return pa.RecordBatch.from_pydict(columns), parser.faults(first_row)
 
 
@@ -164,7 +165,7 @@ class _SpillWriter:
         self._waiting: list[pa.RecordBatch] = []
         self._bytes = 0
         self._position = 0
-        self._places: list[np.ndarray] = []
+        self._chunks: list[np.ndarray] = []
         self.texts = 0
         """A bit for each column of values that has text."""
 
@@ -175,12 +176,12 @@ class _SpillWriter:
             self._flush()
 
     def finish(self) -> np.ndarray:
-        """Write the pending events. Return the place of each chunk, _PLACE [partitions, chunks]."""
+        """Write the pending events. Return all chunks by partition, _CHUNK [partitions, chunks]."""
         self._flush()
-        places = np.zeros((len(self._places), self._job.partitions), _PLACE)
-        for number, place in enumerate(self._places):
-            places[number] = place
-        return np.ascontiguousarray(places.T)
+        chunks = np.zeros((len(self._chunks), self._job.partitions), _CHUNK)
+        for number, chunk in enumerate(self._chunks):
+            chunks[number] = chunk
+        return np.ascontiguousarray(chunks.T)
 
     def _flush(self) -> None:
         """Write the pending events as one chunk, sorted by partition."""
@@ -193,18 +194,18 @@ class _SpillWriter:
         # A sort of 16-bit numbers takes few passes.
         events = events.take(arrow_numbers(np.argsort(numbers, kind="stable")))
         counts = np.bincount(numbers, minlength=self._job.partitions)
-        place = np.zeros(self._job.partitions, _PLACE)
-        place["texts"] = _texts(events.schema)
+        chunk = np.zeros(self._job.partitions, _CHUNK)
+        chunk["texts"] = _texts(events.schema)
         self.texts |= _texts(events.schema)
         start = 0
         for number in np.flatnonzero(counts).tolist():
             data = events.slice(start, int(counts[number])).serialize()
             self._file.write(data)
-            place["start"][number] = self._position
-            place["size"][number] = data.size
+            chunk["start"][number] = self._position
+            chunk["size"][number] = data.size
             self._position += data.size
             start += int(counts[number])
-        self._places.append(place)
+        self._chunks.append(chunk)
 
 
 def partition_of(keys: pa.Array, partitions: int) -> npt.NDArray[np.uint16]:
@@ -255,9 +256,9 @@ def read_events(spills: Sequence[Spill], number: int, *, job: EventsJob) -> pa.R
 def _batches(spill: Spill, number: int, job: EventsJob) -> Iterator[pa.RecordBatch]:
     """Yield the events of a partition in one file."""
     first = number * spill.chunks
-    places = read_array(job.path("places", spill.number), _PLACE, first, spill.chunks)
+    chunks = read_array(job.path("chunks", spill.number), _CHUNK, first, spill.chunks)
     path = job.path("events", spill.number)
-    for place in places[places["size"] > 0]:
-        data = read_array(path, np.dtype(np.uint8), int(place["start"]), int(place["size"]))
-        schema = _schema_of(job.events, int(place["texts"]))
+    for chunk in chunks[chunks["size"] > 0]:
+        data = read_array(path, np.dtype(np.uint8), int(chunk["start"]), int(chunk["size"]))
+        schema = _schema_of(job.events, int(chunk["texts"]))
         yield pa.ipc.read_record_batch(pa.py_buffer(data), schema)

@@ -147,8 +147,8 @@ def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) ->
 
 
 def _with_lists(context: ScoringContext, schema: Schema) -> ScoringContext:
-    """Return the context of the lists of events: those of the run's split to evaluate, or the whole
-    list of every user, with the user, to predict. Other data is returned unchanged.
+    """Return the context for lists of events. Evaluations read those of the run's split,
+    predictions the whole list of every user, with the user. Preprocessed data is unchanged.
     """
     assert schema.sequence is not None
     config = context.config
@@ -164,8 +164,8 @@ def _with_lists(context: ScoringContext, schema: Schema) -> ScoringContext:
             rows="log" if context.evaluating else "histories",
         )
     user = () if context.evaluating else (schema.sequence.user,)
-    kept = tuple(dict.fromkeys((*user, *context.extra_columns)))
-    return replace(context, path=lists.path, extra_columns=kept)
+    extra_columns = tuple(dict.fromkeys((*user, *context.extra_columns)))
+    return replace(context, path=lists.path, extra_columns=extra_columns)
 
 
 def _task_context(context: ScoringContext) -> TaskContext:

@@ -104,7 +104,7 @@ class ClickWorkload(ClickSettings):
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
         source = LogSource.at(path, names)
-        lists = None if self.schema.sequence is None else source.given_lists()
+        lists = None if self.schema.sequence is None else source.existing_lists()
         return (lists or source).list_files()
 
     def prepare(self, context: RunContext) -> Prepared:
