@@ -68,10 +68,7 @@ class Spill:
 #
 #   events    a task per range of the log writes its events by partition of the users
 #   lists     a task per partition reads its events of all ranges, sorts them, and writes its lists
-#   items     a task per partition of the items counts those that training does not have
-#
-# A partition is a range of user hashes, so that all lists together are in order of the hashes, for
-# any number of partitions.
+#   items     a task per partition of items counts those that training does not have
 def spill_events(part: TableRange, *, job: EventsJob) -> pa.Table:
     """Write a range's events by partition, in their order, and return their number, faults, and
     their latest time. An event without a user, an item, or a value of another column is a fault.
@@ -209,7 +206,9 @@ class _SpillWriter:
 
 
 def partition_of(keys: pa.Array, partitions: int) -> npt.NDArray[np.uint16]:
-    """Return the partition of each hash, the ranges of which have equal sizes."""
+    """Return the partition of each hash, a range of hashes, so that all lists together are in hash
+    order.
+    """
     upper = keys.to_numpy() >> np.uint64(32)
     return (upper * np.uint64(partitions) >> np.uint64(32)).astype(np.uint16)
 
