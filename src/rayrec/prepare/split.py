@@ -21,7 +21,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
-from rayrec.data.logs.table_ranges import aligned_ranges, cut_once, task_bytes_of
+from rayrec.data.table_ranges import aligned_ranges, cut_once, task_bytes_of
 from rayrec.observe.console import Console
 from rayrec.prepare import split_tasks
 from rayrec.prepare.config import PreparationConfig, engine, raw_index, reject_options

@@ -28,10 +28,10 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
-from rayrec.data.logs.table_ranges import RangeTables, TableRange, table_ranges
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
+from rayrec.data.table_ranges import RangeTables, TableRange, table_ranges
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

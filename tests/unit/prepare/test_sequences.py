@@ -16,8 +16,8 @@ from builders.faults import fails_with, raising, rejects
 from builders.runs import QUIET, files_in
 
 import rayrec
+from rayrec.data import table_ranges
 from rayrec.data.engine import ThreadEngine
-from rayrec.data.logs import table_ranges
 from rayrec.data.sequences import build as building
 from rayrec.data.sequences import lists, spills
 from rayrec.data.sequences.lists import divide_by_items, divide_by_time, group_ends, sort_events

@@ -23,10 +23,9 @@ from builders.runs import files_in
 
 import rayrec
 from rayrec import storage
-from rayrec.data import synthetic
+from rayrec.data import synthetic, table_ranges
 from rayrec.data.arrow import parse_reply
 from rayrec.data.engine import ThreadEngine
-from rayrec.data.logs import table_ranges
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console

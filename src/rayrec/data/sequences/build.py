@@ -17,13 +17,6 @@ from rayrec.data.engine import Engine, TaskContext, ThreadEngine
 from rayrec.data.job import Numbered, ResumableJob, resumable_job
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
-from rayrec.data.logs.table_ranges import (
-    TableRange,
-    aligned_ranges,
-    cut_once,
-    table_ranges,
-    task_bytes_of,
-)
 from rayrec.data.sequences.lists import (
     BUCKETS,
     PARTS,
@@ -34,6 +27,13 @@ from rayrec.data.sequences.lists import (
     write_lists,
 )
 from rayrec.data.sequences.spills import EventsJob, Spill, spill_events
+from rayrec.data.table_ranges import (
+    TableRange,
+    aligned_ranges,
+    cut_once,
+    table_ranges,
+    task_bytes_of,
+)
 from rayrec.schema import Schema, SequenceSplit
 
 MANIFEST: Final = "sequences.json"

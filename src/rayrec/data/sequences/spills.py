@@ -20,7 +20,7 @@ from rayrec.data.job import JobFolder, read_array
 from rayrec.data.logs.column_parser import MISSING, ColumnParser
 from rayrec.data.logs.column_values import decimal_digits, is_text
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.table_ranges import RangeTables, TableRange
+from rayrec.data.table_ranges import RangeTables, TableRange
 from rayrec.hashing import mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema

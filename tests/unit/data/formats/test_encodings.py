@@ -13,11 +13,11 @@ from builders.faults import rejects
 from builders.runs import QUIET
 
 import rayrec
+from rayrec.data import table_ranges
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs import table_ranges
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console
