@@ -684,6 +684,14 @@ class Schema(Config):
                     f"schema: {name} must be empty with sequence, whose lists have its columns "
                     f"only, got {_shown(getattr(self, name))}.{fix}"
                 )
+        if self.split is not None and self.split.kind == "time" and self.sequence.time is None:
+            raise InputError("schema: split time: sequence has no time; name its column in time")
+        self._check_listed(features)
+
+    def _check_listed(self, features: tuple[Feature, ...]) -> None:
+        """Check that declared columns and their settings are those of the built lists. Raises
+        InputError.
+        """
         names = [feature.name for feature in features]
         for field_name in ("sparse", "lists", "optional"):
             for name in getattr(self, field_name):
@@ -699,8 +707,6 @@ class Schema(Config):
                     f"schema: features names {feature.name}, whose settings follow from sequence; "
                     "leave it out, and set max_length of sequence"
                 )
-        if self.split is not None and self.split.kind == "time" and self.sequence.time is None:
-            raise InputError("schema: split time: sequence has no time; name its column in time")
 
     @cached_property
     def events(self) -> Schema:

@@ -118,27 +118,37 @@ def test_lists_match_pandas(split: SequenceSplit, tmp_path: Path) -> None:
     result = built(written(events, tmp_path / "log"), out, schema=schema)
     expected = expected_rows(events, split)
     for part, by_user in expected.items():
-        rows = rows_of(out, part)
-        assert rows.keys() == by_user.keys()
-        for user, (history, target) in by_user.items():
-            row = rows[user]
-            cut = history if part == "histories" else history[-51:]
-            assert row["item"] == cut
-            assert row.get("target") == target
-            assert row.get("seen") == (None if target is None else history)
-            assert len(row["action"]) == len(row["age"]) == len(cut)
-    counts = {part: len(expected[part]) for part in PARTS if expected[part]}
-    assert result["rows"] == counts
-    assert (result["users"], result["items"], result["events"]) == (
-        events["user"].nunique(),
-        events["item"].nunique(),
-        len(events),
-    )
+        check_rows(rows_of(out, part), by_user, is_cut=part != "histories")
+    assert result["rows"] == {part: len(expected[part]) for part in PARTS if expected[part]}
+    assert result["users"] == events["user"].nunique()
+    assert result["items"] == events["item"].nunique()
+    assert result["events"] == len(events)
+
+
+def check_rows(rows: dict[Any, dict[str, Any]], expected: dict[Any, Any], *, is_cut: bool) -> None:
+    """Check the rows of a part, of which those of `log` have the newest items only."""
+    assert rows.keys() == expected.keys()
+    for user, (history, target) in expected.items():
+        row = rows[user]
+        items = history[-51:] if is_cut else history
+        assert row["item"] == items
+        assert row.get("target") == target
+        assert row.get("seen") == (None if target is None else history)
+        assert len(row["action"]) == len(row["age"]) == len(items)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_cold_targets_match_pandas(split: SequenceSplit, tmp_path: Path) -> None:
+    events = events_of().assign(item=np.arange(2000) % 1100)
+    path = written(events, tmp_path / "log")
+    result = built(path, tmp_path / "out", schema=SCHEMA.replace(split=split))
+    expected = expected_rows(events, split)
     trained = {item for items, _ in expected["train"].values() for item in items[-51:]}
+    assert {*result["cold_targets"]} == {"validation", "test"} & {*result["rows"]}
     for part, cold in result["cold_targets"].items():
-        held_out = [item for _, target in expected[part].values() for item in target]
-        assert result["targets"][part] == len(held_out)
-        assert cold == sum(item not in trained for item in held_out)
+        items = [item for _, target in expected[part].values() for item in target]
+        assert result["targets"][part] == len(items)
+        assert cold == sum(item not in trained for item in items) > 0
 
 
 def test_equal_times_keep_order_of_files_and_rows(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ depend on the log and its schema, not on the engine or its parallelism.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar, final
@@ -142,6 +143,31 @@ class _Work:
         """Write the lists of all partitions, and return their counts. Raises InputError if a part
         has none.
         """
+        job = self._lists_job(markers)
+        users = [UsersTask(number) for number in range(self._reading.partitions)]
+        task = functools.partial(write_lists, job=job)
+        engine = _limited(self._context.engine)
+        written = list(self._run("lists", task, users, engine=engine))
+        rows = _totals(written, "rows")
+        self._check_rows(rows, job.split)
+        tasks = [_items_task(number, written) for number in range(BUCKETS)]
+        counted = list(self._run("items", functools.partial(count_items, job=job), tasks))
+        targets = _totals(written, "targets")
+        cold = _totals(counted, "cold")
+        names = [name for name, part in _MARKED.items() if rows[part]]
+        evaluated = [name for name in names if name != "train"]
+        return {
+            "users": sum(each["users"] for each in written),
+            "items": sum(each["items"] for each in counted),
+            "events": self._index.rows,
+            "bad_rows": self._index.faults.total,
+            "rows": {name: rows[_MARKED[name]] for name in names},
+            "targets": {name: targets[_MARKED[name]] for name in evaluated},
+            "cold_targets": {name: cold[_MARKED[name]] for name in evaluated},
+        }
+
+    def _lists_job(self, markers: Sequence[dict[str, Any]]) -> ListsJob:
+        """Return the parameters of the tasks that write lists, given the markers of `events`."""
         schema = self._log.schema
         assert schema.sequence is not None
         assert schema.split is not None
@@ -149,46 +175,16 @@ class _Work:
         for marker in markers:
             texts |= marker["texts"]
         latest = [each["latest"] for each in markers if each["latest"] is not None]
-        job = ListsJob(
+        spills = [Spill(number, each["chunks"]) for number, each in enumerate(markers)]
+        columns = range(len(schema.sequence.listed))
+        return ListsJob(
             self._reading,
             schema.sequence,
             schema.split,
-            tuple(Spill(number, each["chunks"]) for number, each in enumerate(markers)),
-            texts=tuple(bool(texts >> n & 1) for n in range(len(schema.sequence.listed))),
+            tuple(spills),
+            texts=tuple(bool(texts >> column & 1) for column in columns),
             latest=max(latest, default=0),
         )
-        users = [UsersTask(number) for number in range(self._reading.partitions)]
-        engine = _limited(self._context.engine)
-        written = list(
-            self._run("lists", functools.partial(write_lists, job=job), users, engine=engine)
-        )
-        rows = {part: sum(each["rows"][part] for each in written) for part in written[0]["rows"]}
-        self._check_rows(rows, schema.split)
-        tasks = [
-            ItemsTask(
-                number,
-                tuple(
-                    (each["edges"][number], each["edges"][number + 1] - each["edges"][number])
-                    for each in written
-                ),
-            )
-            for number in range(BUCKETS)
-        ]
-        counted = list(self._run("items", functools.partial(count_items, job=job), tasks))
-        parts = [name for name in _MARKED if name != "train" and rows[_MARKED[name]]]
-        return {
-            "users": sum(each["users"] for each in written),
-            "items": sum(each["items"] for each in counted),
-            "events": self._index.rows,
-            "bad_rows": self._index.faults.total,
-            "rows": {name: rows[part] for name, part in _MARKED.items() if rows[part]},
-            "targets": {
-                name: sum(each["targets"][_MARKED[name]] for each in written) for name in parts
-            },
-            "cold_targets": {
-                name: sum(each["cold"][_MARKED[name]] for each in counted) for name in parts
-            },
-        }
 
     def _check_rows(self, rows: Mapping[str, int], split: SequenceSplit) -> None:
         """Raise InputError if a part has no lists."""
@@ -236,6 +232,24 @@ class _Work:
     ) -> Iterator[dict[str, Any]]:
         report = functools.partial(self._context.progress, f"{kind} (parts of the log)")
         return self._running.run(kind, task, items, engine or self._context.engine, report)
+
+
+def _totals(markers: Sequence[dict[str, Any]], field: str) -> dict[str, int]:
+    """Return the sums of a field by part."""
+    totals = Counter[str]()
+    for marker in markers:
+        totals.update(marker[field])
+    return totals
+
+
+def _items_task(number: int, markers: Sequence[dict[str, Any]]) -> ItemsTask:
+    """Return the task of a partition of items, given the markers of `lists`."""
+    ranges = []
+    for marker in markers:
+        start = marker["edges"][number]
+        stop = marker["edges"][number + 1]
+        ranges.append((start, stop - start))
+    return ItemsTask(number, tuple(ranges))
 
 
 def _limited(engine: Engine) -> Engine:

@@ -65,9 +65,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = _is_labelled(context, preprocessor.schema, measuring=measuring)
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
-    shown_path = context.path
-    if schema.sequence is not None:
-        context = _with_lists(context, schema)
+    path = context.path
+    context = _with_lists(context, schema)
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
     _check_extra(context, schema, heads)
@@ -91,7 +90,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
-    set_fields = {"set": set_name, "path": shown_path} if set_name else {}
+    set_fields = {"set": set_name, "path": path} if set_name else {}
     return Scoring(
         block_rows=block_rows,
         load=process.load,
@@ -148,9 +147,10 @@ def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) ->
 
 def _with_lists(context: ScoringContext, schema: Schema) -> ScoringContext:
     """Return the context for lists of events. Evaluations read those of the run's split,
-    predictions the whole list of every user, with the user. Preprocessed data is unchanged.
+    predictions the whole list of every user, with the user. Other data is unchanged.
     """
-    assert schema.sequence is not None
+    if schema.sequence is None:
+        return context
     config = context.config
     names = config.train_data.files if context.evaluation_rows else ()
     source = LogSource.at(context.path, names)
