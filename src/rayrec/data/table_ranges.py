@@ -78,17 +78,28 @@ class RangeTables:
         file_format = find_format(self._range.file, self._schema)
         is_parquet = file_format.name == Parquet.name
         for table in self._parquet_tables() if is_parquet else self._other_tables(file_format):
-            yield with_partitions(table, self._range.file, self._schema)
+            yield with_partitions(
+                table,
+                self._range.file,
+                self._schema,
+            )
 
     def _parquet_tables(self) -> Iterator[pa.Table]:
         part = self._range
         schema = self._schema
         with open_parquet(part.file) as parquet:
-            check_file(part.file, parquet.schema_arrow.names, schema)
+            check_file(
+                part.file,
+                parquet.schema_arrow.names,
+                schema,
+            )
             groups = list(range(part.start, part.stop))
             stored = self._selected(parquet.schema_arrow.names)
             for batch in parquet.iter_batches(
-                batch_size=BATCH_ROWS, row_groups=groups, columns=stored, use_threads=False
+                batch_size=BATCH_ROWS,
+                row_groups=groups,
+                columns=stored,
+                use_threads=False,
             ):
                 yield pa.Table.from_batches([batch])
 
@@ -99,12 +110,26 @@ class RangeTables:
         if file_format.is_sparse:
             columns = (name for name in schema.columns if name not in parse_partitions(part.file))
             stored = tuple(dict.fromkeys((*stored, *columns)))
-        check_file(part.file, stored, schema)
+        check_file(
+            part.file,
+            stored,
+            schema,
+        )
         stored = self._selected(stored)
         if not part.stop:
-            yield from file_format.tables(part.file, schema, stored)
+            yield from file_format.tables(
+                part.file,
+                schema,
+                stored,
+            )
             return
-        rows = CsvRange(part.file, schema, stored, part.start, part.stop)
+        rows = CsvRange(
+            part.file,
+            schema,
+            stored,
+            part.start,
+            part.stop,
+        )
         yield from rows
         self.end = rows.end
 
@@ -114,7 +139,12 @@ class RangeTables:
         return tuple(name for name in stored if name in selected)
 
 
-def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:
+def cut_files(
+    files: Sequence[storage.File],
+    *,
+    task_bytes: int,
+    schema: Schema,
+) -> pa.Table:
     """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file.
     Opens files in parallel. Line ends are found in UTF-8 only, so that files in another encoding
     stay whole.
@@ -133,10 +163,23 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
                 parquet.metadata.row_group(i).total_byte_size
                 for i in range(parquet.metadata.num_row_groups)
             ]
-        groups = grouped(sizes, int, max_bytes=task_bytes, overflows=True)
+        groups = grouped(
+            sizes,
+            int,
+            max_bytes=task_bytes,
+            overflows=True,
+        )
         return list(pairwise(accumulate(map(len, groups), initial=0)))
 
-    return json_reply(list(storage.in_parallel(cut, files, path=files[0].path)))
+    return json_reply(
+        list(
+            storage.in_parallel(
+                cut,
+                files,
+                path=files[0].path,
+            )
+        )
+    )
 
 
 def table_ranges(
@@ -144,12 +187,24 @@ def table_ranges(
 ) -> list[TableRange]:
     """Return the ranges of all files, numbered in order."""
     ranges: list[TableRange] = []
-    for file, cuts_of_file in zip(files, cuts, strict=True):
+    for file, cuts_of_file in zip(
+        files,
+        cuts,
+        strict=True,
+    ):
         # Row groups have more than a byte
         is_csv = cuts_of_file[-1:] and cuts_of_file[-1][1] == file.size_bytes
         for start, stop in cuts_of_file:
             is_row_start = not (is_csv and start)
-            ranges.append(TableRange(len(ranges), file.path, start, stop, is_row_start))
+            ranges.append(
+                TableRange(
+                    len(ranges),
+                    file.path,
+                    start,
+                    stop,
+                    is_row_start,
+                )
+            )
     return ranges
 
 
@@ -166,10 +221,19 @@ def cut_once(
     if storage.exists(path):
         return storage.read_json(path)
     groups = [files[start : start + _CUT_FILES] for start in range(0, len(files), _CUT_FILES)]
-    cut = functools.partial(cut_files, task_bytes=task_bytes, schema=schema)
+    cut = functools.partial(
+        cut_files,
+        task_bytes=task_bytes,
+        schema=schema,
+    )
     cuts = [
         file_cuts
-        for table in engine.run("cut", cut, groups, block_bytes=1 << 16)
+        for table in engine.run(
+            "cut",
+            cut,
+            groups,
+            block_bytes=1 << 16,
+        )
         for file_cuts in parse_reply(table)
     ]
     with running.folder.disk_errors():
@@ -191,9 +255,18 @@ def aligned_ranges(
             continue
         # The previous range knows where a row ends; this one has only guessed it.
         start = markers[number - 1]["end"]
-        ranges[number] = replace(item, start=start, is_row_start=True)
+        ranges[number] = replace(
+            item,
+            start=start,
+            is_row_start=True,
+        )
         # the line break at the cut was within a quoted field
         if markers[number]["start"] != start:
-            (table,) = engine.run("examine", task, [ranges[number]], block_bytes=1 << 16)
+            (table,) = engine.run(
+                "examine",
+                task,
+                [ranges[number]],
+                block_bytes=1 << 16,
+            )
             markers[number] = parse_reply(table)
     return ranges, markers

@@ -23,7 +23,12 @@ def sequences(
     manifest. Raises InputError for a schema without `sequence`, an unusable log, a part without
     lists, or if `out` exists.
     """
-    reject_options(config, PreparationConfig(), "not an option of lists of events", but=_READS)
+    reject_options(
+        config,
+        PreparationConfig(),
+        "not an option of lists of events",
+        but=_READS,
+    )
     if isinstance(config.schema, PlaceholderSchema):
         config.schema.reject(path)
     if config.schema.sequence is None:
@@ -32,8 +37,24 @@ def sequences(
             "like of {label: null, sequence: {user: user, item: item, time: time}}"
         )
     files = LogSource.at(path, config.files).event_files(config.schema)
-    log = EventsLog(path, tuple(files), config.schema, config.max_bad_fraction)
-    with console.preparing(), engine(config, console, paths=(path, out)) as data_engine:
-        manifest = build(log, out=out, context=task_context(data_engine, console))
+    log = EventsLog(
+        path,
+        tuple(files),
+        config.schema,
+        config.max_bad_fraction,
+    )
+    with (
+        console.preparing(),
+        engine(
+            config,
+            console,
+            paths=(path, out),
+        ) as data_engine,
+    ):
+        manifest = build(
+            log,
+            out=out,
+            context=task_context(data_engine, console),
+        )
     left_out = ("sequence", "split", "version")
     return {"out": out, **{name: manifest[name] for name in manifest if name not in left_out}}

@@ -126,7 +126,7 @@ def test_lists_match_pandas(split: SequenceSplit, tmp_path: Path) -> None:
 
 
 def check_rows(rows: dict[Any, dict[str, Any]], expected: dict[Any, Any], *, is_cut: bool) -> None:
-    """Check the rows of a part, of which those of `log` have the newest items only."""
+    """Check the rows of a part. Those in `log` have the newest items only."""
     assert rows.keys() == expected.keys()
     for user, (history, target) in expected.items():
         row = rows[user]

@@ -46,7 +46,11 @@ _PARTITION_BYTES: Final = 8 << 20
 _MAX_PARTITIONS: Final = 512
 _LISTS_BYTES: Final = 512 << 20
 """Memory of a task that writes lists: 8 MiB of Parquet may be two million events."""
-_MARKED: Final = {"train": "train", "validation": "valid", "test": "test"}
+_MARKED: Final = {
+    "train": "train",
+    "validation": "valid",
+    "test": "test",
+}
 """Beginning of a part's file names by its name in the manifest."""
 
 _Item = TypeVar("_Item", bound=Numbered)
@@ -69,7 +73,14 @@ class EventsLog:
         assert self.schema.split is not None
         events = self.schema.events
         form = {name: getattr(events, name) for name in ("format", "encoding", "escape", "header")}
-        files = [[file.path, file.size_bytes, file.modified_ns] for file in self.files]
+        files = [
+            [
+                file.path,
+                file.size_bytes,
+                file.modified_ns,
+            ]
+            for file in self.files
+        ]
         return {
             "version": VERSION,
             "log": json_hash(files),
@@ -78,7 +89,11 @@ class EventsLog:
             "split": self.schema.split.to_dict(),
         }
 
-    def check_faults(self, index: LogIndex, context: TaskContext) -> None:
+    def check_faults(
+        self,
+        index: LogIndex,
+        context: TaskContext,
+    ) -> None:
         """Check that the log has not too many invalid events, and report them. Raises
         InputError.
         """
@@ -89,7 +104,12 @@ class EventsLog:
             show(f"{self.path}: leaving out {index.faults.describe()}{fix and '; '}{fix}")
 
 
-def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
+def build(
+    log: EventsLog,
+    *,
+    out: str,
+    context: TaskContext,
+) -> dict[str, Any]:
     """Write lists of items per user atomically into folder `out`. Resumes an interrupted call.
 
     `log` has files train-*, valid-* and test-*, for the split kind `named_files`, and `histories`
@@ -97,10 +117,18 @@ def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
 
     Raises InputError for an unusable log, a part without lists, or if `out` exists.
     """
-    with resumable_job(out, log.job_inputs(), last_file=MANIFEST) as running:
+    with resumable_job(
+        out,
+        log.job_inputs(),
+        last_file=MANIFEST,
+    ) as running:
         if running.resumed:
             context.note(f"Resuming {running.folder.path}")
-        work = _Work(log, running, context)
+        work = _Work(
+            log,
+            running,
+            context,
+        )
         markers = work.read_events()
         return work.finish(work.write_lists(markers))
 
@@ -109,14 +137,23 @@ def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
 class _Work:
     """State of one call of `build`."""
 
-    def __init__(self, log: EventsLog, running: ResumableJob, context: TaskContext) -> None:
+    def __init__(
+        self,
+        log: EventsLog,
+        running: ResumableJob,
+        context: TaskContext,
+    ) -> None:
         self._log = log
         self._running = running
         self._context = context
         size_bytes = sum(file.size_bytes for file in log.files)
         self._task_bytes = task_bytes_of(size_bytes)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
-        self._reading = EventsJob(running.folder, log.schema.events, partitions)
+        self._reading = EventsJob(
+            running.folder,
+            log.schema.events,
+            partitions,
+        )
         self._index = LogIndex((), Faults())
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -133,8 +170,19 @@ class _Work:
         )
         ranges = table_ranges(self._log.files, cuts)
         task = functools.partial(spill_events, job=self._reading)
-        markers = list(self._run("events", task, ranges))
-        ranges, markers = aligned_ranges(ranges, markers, task, self._context.engine)
+        markers = list(
+            self._run(
+                "events",
+                task,
+                ranges,
+            )
+        )
+        ranges, markers = aligned_ranges(
+            ranges,
+            markers,
+            task,
+            self._context.engine,
+        )
         self._index = _merged(ranges, markers)
         self._log.check_faults(self._index, self._context)
         return markers
@@ -147,11 +195,24 @@ class _Work:
         users = [UsersTask(number) for number in range(self._reading.partitions)]
         task = functools.partial(write_lists, job=job)
         engine = _limited(self._context.engine)
-        written = list(self._run("lists", task, users, engine=engine))
+        written = list(
+            self._run(
+                "lists",
+                task,
+                users,
+                engine=engine,
+            )
+        )
         rows = _totals(written, "rows")
         self._check_rows(rows, job.split)
         tasks = [_items_task(number, written) for number in range(BUCKETS)]
-        counted = list(self._run("items", functools.partial(count_items, job=job), tasks))
+        counted = list(
+            self._run(
+                "items",
+                functools.partial(count_items, job=job),
+                tasks,
+            )
+        )
         targets = _totals(written, "targets")
         cold = _totals(counted, "cold")
         names = [name for name, part in _MARKED.items() if rows[part]]
@@ -186,7 +247,11 @@ class _Work:
             latest=max(latest, default=0),
         )
 
-    def _check_rows(self, rows: Mapping[str, int], split: SequenceSplit) -> None:
+    def _check_rows(
+        self,
+        rows: Mapping[str, int],
+        split: SequenceSplit,
+    ) -> None:
         """Raise InputError if a part has no lists."""
         parts = PARTS if split.sizes[1] else PARTS[:2]
         empty = [name for name, part in _MARKED.items() if part in parts and not rows[part]]
@@ -231,7 +296,13 @@ class _Work:
         engine: Engine | None = None,
     ) -> Iterator[dict[str, Any]]:
         report = functools.partial(self._context.progress, f"{kind} (parts of the log)")
-        return self._running.run(kind, task, items, engine or self._context.engine, report)
+        return self._running.run(
+            kind,
+            task,
+            items,
+            engine or self._context.engine,
+            report,
+        )
 
 
 def _totals(markers: Sequence[dict[str, Any]], field: str) -> dict[str, int]:
@@ -243,7 +314,7 @@ def _totals(markers: Sequence[dict[str, Any]], field: str) -> dict[str, int]:
 
 
 def _items_task(number: int, markers: Sequence[dict[str, Any]]) -> ItemsTask:
-    """Return the task of a partition of items, given the markers of `lists`."""
+    """Return the task of one partition, given the markers of `lists`."""
     ranges = []
     for marker in markers:
         start = marker["edges"][number]
@@ -266,13 +337,22 @@ def _merged(ranges: Sequence[TableRange], markers: Sequence[dict[str, Any]]) -> 
     """Return the events and faults of the ranges as an index."""
     faults = Faults()
     first: dict[str, int] = {}
-    for part, marker in zip(ranges, markers, strict=True):
+    for part, marker in zip(
+        ranges,
+        markers,
+        strict=True,
+    ):
         new = Faults.from_dict(marker["faults"])
         start = first.get(part.file, 0)
         new.first = [replace(fault, row=(fault.row or 0) + start) for fault in new.first]
         faults.add(new)
         first[part.file] = start + marker["lines"]
     entries = [
-        (part.file, 0, 0, marker["rows"]) for part, marker in zip(ranges, markers, strict=True)
+        (part.file, 0, 0, marker["rows"])
+        for part, marker in zip(
+            ranges,
+            markers,
+            strict=True,
+        )
     ]
     return LogIndex(numbered(entries, "table"), faults)

@@ -33,7 +33,12 @@ _MILLION: Final = np.float64(1e6)
 BUCKETS: Final = 64
 """Number of partitions of the items."""
 ITEM: Final = np.dtype(
-    [("token", np.uint64), ("trained", np.int64), ("valid", np.int64), ("test", np.int64)]
+    [
+        ("token", np.uint64),
+        ("trained", np.int64),
+        ("valid", np.int64),
+        ("test", np.int64),
+    ]
 )
 """Item of a partition's users: whether a training row has it, and how often it is held out."""
 
@@ -120,7 +125,12 @@ def divide_by_items(
     validation, test = sizes
     has_enough = stops - starts >= min_length + validation + test
     first_test = np.where(has_enough, stops - test, stops)
-    return UserRanges(starts, first_test - np.where(has_enough, validation, 0), first_test, stops)
+    return UserRanges(
+        starts,
+        first_test - np.where(has_enough, validation, 0),
+        first_test,
+        stops,
+    )
 
 
 def divide_by_time(
@@ -131,7 +141,12 @@ def divide_by_time(
     for start in first:
         before = np.append(0, np.cumsum(times < start))
         cuts.append(starts + before[stops] - before[starts])
-    return UserRanges(starts, cuts[0], cuts[1], stops)
+    return UserRanges(
+        starts,
+        cuts[0],
+        cuts[1],
+        stops,
+    )
 
 
 def write_lists(task: UsersTask, *, job: ListsJob) -> pa.Table:
@@ -142,7 +157,12 @@ def write_lists(task: UsersTask, *, job: ListsJob) -> pa.Table:
     reading = job.reading
     reading.folder.require()
     rows = dict.fromkeys((*PARTS, "histories"), 0)
-    counts = {"rows": rows, "users": 0, "events": 0, "targets": {"valid": 0, "test": 0}}
+    counts = {
+        "rows": rows,
+        "users": 0,
+        "events": 0,
+        "targets": {"valid": 0, "test": 0},
+    }
     with reading.folder.disk_errors():
         lists = _UserLists.read(task.number, job)
         items = np.zeros(0, ITEM)
@@ -156,7 +176,11 @@ def write_lists(task: UsersTask, *, job: ListsJob) -> pa.Table:
         order = np.argsort(buckets, kind="stable")
         edges = np.searchsorted(buckets[order], np.arange(BUCKETS + 1)).tolist()
         storage.write_bytes(job.items_path(task.number), items[order].view(np.uint8).data)
-        return reading.folder.done("lists", task.number, {**counts, "edges": edges})
+        return reading.folder.done(
+            "lists",
+            task.number,
+            {**counts, "edges": edges},
+        )
 
 
 @dataclass(frozen=True)
@@ -177,14 +201,22 @@ class _Values:
         if types.is_integer(self.values.type):
             integer_tokens(self.values, tokens)
         else:
-            text_tokens(self.values, tokens, booleans=booleans)
+            text_tokens(
+                self.values,
+                tokens,
+                booleans=booleans,
+            )
         return tokens
 
 
 class _UserLists:
     """Lists of one partition."""
 
-    def __init__(self, batch: pa.RecordBatch, job: ListsJob) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        job: ListsJob,
+    ) -> None:
         self._job = job
         keys = batch.column(KEY).to_numpy()
         times = batch.column(TIME).to_numpy() if TIME in batch.schema.names else None
@@ -198,23 +230,47 @@ class _UserLists:
         users = _typed(batch.column("0"), is_text=job.texts[0])
         self._users = users.take(arrow_numbers(order[starts]))
         self._columns = {
-            name: _encoded(batch.column(str(number)), order, is_text=job.texts[number])
+            name: _encoded(
+                batch.column(str(number)),
+                order,
+                is_text=job.texts[number],
+            )
             for number, name in enumerate((job.columns.item, *job.columns.with_columns), start=1)
         }
 
     @classmethod
-    def read(cls, number: int, job: ListsJob) -> _UserLists | None:
+    def read(
+        cls,
+        number: int,
+        job: ListsJob,
+    ) -> _UserLists | None:
         """Read the events of a partition. None if it has none."""
-        batch = read_events(job.spills, number, job=job.reading)
+        batch = read_events(
+            job.spills,
+            number,
+            job=job.reading,
+        )
         return None if batch is None else cls(batch, job)
 
-    def _divided(self, starts: Numbers, stops: Numbers) -> UserRanges:
+    def _divided(
+        self,
+        starts: Numbers,
+        stops: Numbers,
+    ) -> UserRanges:
         job = self._job
         if job.split.kind == "time":
             assert self._times is not None
-            return divide_by_time(starts, stops, self._times, job.starts)
+            return divide_by_time(
+                starts,
+                stops,
+                self._times,
+                job.starts,
+            )
         return divide_by_items(
-            starts, stops, sizes=job.split.sizes, min_length=job.columns.min_length
+            starts,
+            stops,
+            sizes=job.split.sizes,
+            min_length=job.columns.min_length,
         )
 
     def rows(self, part: Part) -> tuple[Numbers, Numbers, Numbers]:
@@ -235,21 +291,44 @@ class _UserLists:
             users = np.flatnonzero(stop > history)
         return users, history[users], stop[users]
 
-    def write(self, part: Part, number: int) -> int:
+    def write(
+        self,
+        part: Part,
+        number: int,
+    ) -> int:
         """Write the rows of a part, and return their number."""
         users, history, stops = self.rows(part)
         if not len(users):
             return 0
         folder = "histories" if part == "histories" else "log"
         name = "part" if part == "histories" else part
-        path = storage.join(self._job.reading.folder.path, folder, f"{name}-{number:05d}.parquet")
-        table = self._table(part, users, history, stops)
+        path = storage.join(
+            self._job.reading.folder.path,
+            folder,
+            f"{name}-{number:05d}.parquet",
+        )
+        table = self._table(
+            part,
+            users,
+            history,
+            stops,
+        )
         sizes = history - self.ranges.starts[users]
         with storage.writing(path) as local:
-            _write_groups(table, sizes, local)
+            _write_groups(
+                table,
+                sizes,
+                local,
+            )
         return len(users)
 
-    def _table(self, part: Part, users: Numbers, history: Numbers, stops: Numbers) -> pa.Table:
+    def _table(
+        self,
+        part: Part,
+        users: Numbers,
+        history: Numbers,
+        stops: Numbers,
+    ) -> pa.Table:
         """Return the rows of a part: user, lists, held-out items, seen items, and ages."""
         first = self.ranges.starts[users]
         starts = first
@@ -298,18 +377,31 @@ def _typed(array: pa.Array, *, is_text: bool) -> pa.Array:
     return pc.cast(array, pa.large_string() if is_text else pa.int64())
 
 
-def _encoded(array: pa.Array, order: Numbers, *, is_text: bool) -> _Values:
+def _encoded(
+    array: pa.Array,
+    order: Numbers,
+    *,
+    is_text: bool,
+) -> _Values:
     coded = _typed(array, is_text=is_text).dictionary_encode()
     return _Values(coded.indices.to_numpy()[order], coded.dictionary)
 
 
 # Row groups are the units of shuffling, so they end where their bytes do, not their rows: a user
 # may have thousands of events.
-def _write_groups(table: pa.Table, sizes: Numbers, path: str) -> None:
+def _write_groups(
+    table: pa.Table,
+    sizes: Numbers,
+    path: str,
+) -> None:
     """Write a table in row groups of about GROUP_BYTES, given the length of each row's history."""
     ends = group_ends(sizes + 1, max(table.nbytes, 1))
     with pq.ParquetWriter(
-        path, table.schema, compression="lz4", write_statistics=False, use_dictionary=False
+        path,
+        table.schema,
+        compression="lz4",
+        write_statistics=False,
+        use_dictionary=False,
     ) as writer:
         start = 0
         for end in ends:
@@ -350,10 +442,28 @@ def count_items(task: ItemsTask, *, job: ListsJob) -> pa.Table:
     keep_freed_memory()
     parts = [np.zeros(0, ITEM)]
     for number, (start, count) in enumerate(task.ranges):
-        parts.append(read_array(job.items_path(number), ITEM, start, count))
+        parts.append(
+            read_array(
+                job.items_path(number),
+                ITEM,
+                start,
+                count,
+            )
+        )
     items = np.concatenate(parts)
     tokens, owners = np.unique(items["token"], return_inverse=True)
-    trained = np.bincount(owners, items["trained"], minlength=len(tokens)) > 0
+    trained = (
+        np.bincount(
+            owners,
+            items["trained"],
+            minlength=len(tokens),
+        )
+        > 0
+    )
     is_cold = ~trained[owners]
     cold = {part: int(items[part][is_cold].sum()) for part in ("valid", "test")}
-    return job.reading.folder.done("items", task.number, {"items": len(tokens), "cold": cold})
+    return job.reading.folder.done(
+        "items",
+        task.number,
+        {"items": len(tokens), "cold": cold},
+    )

@@ -57,7 +57,11 @@ def cached_lists(log: EventsLog, context: TaskContext) -> str:
     with lock:
         if not storage.exists(storage.join(folder, MANIFEST)):
             context.note(f"Building lists of {log.path} in {folder} (once)")
-            build(log, out=folder, context=context)
+            build(
+                log,
+                out=folder,
+                context=context,
+            )
             remove_older(root, [key])
     _check_faults(storage.read_json(storage.join(folder, MANIFEST)), log)
     return folder

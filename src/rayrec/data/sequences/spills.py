@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -31,7 +31,13 @@ KEY: Final = "key"
 """Column with the hash of the user, a bijection of its token, uint64."""
 TIME: Final = "time"
 """Column with the time in microseconds, int64."""
-_CHUNK: Final = np.dtype([("start", np.int64), ("size", np.int64), ("texts", np.int64)])
+_CHUNK: Final = np.dtype(
+    [
+        ("start", np.int64),
+        ("size", np.int64),
+        ("texts", np.int64),
+    ]
+)
 """Range of bytes in a task's file, with some events of one partition. `texts` has a bit for each
 column of values that is text.
 """
@@ -48,7 +54,11 @@ class EventsJob:
     """Schema of the log. Its columns of `sparse` become lists, except the first, the user."""
     partitions: int
 
-    def path(self, kind: Literal["events", "chunks"], number: int) -> str:
+    def path(
+        self,
+        kind: Literal["events", "chunks"],
+        number: int,
+    ) -> str:
         """Return the path of a task's events, or of their chunks by partition, _CHUNK [partitions,
         chunks].
         """
@@ -77,33 +87,63 @@ def spill_events(part: TableRange, *, job: EventsJob) -> pa.Table:
     job.folder.require()
     if not part.is_row_start:
         start = row_start(part.file, part.start)
-        part = replace(part, start=start, is_row_start=True)
-    faults = Faults()
-    rows = 0
-    lines = 0
-    latest: int | None = None
+        part = replace(
+            part,
+            start=start,
+            is_row_start=True,
+        )
+    counts = _Counts()
     tables = RangeTables(part, job.events, columns=job.events.columns)
     with job.folder.disk_errors(), ExitStack() as opened:
         path = opened.enter_context(storage.writing(job.path("events", part.number)))
         writer = _SpillWriter(opened.enter_context(open(path, "wb")), job)
         for table in tables:
-            events, wrong = _parsed(table, part.file, job.events, first_row=lines)
-            faults.add(wrong)
-            lines += len(table)
-            if not events.num_rows:
-                continue
-            rows += events.num_rows
-            if job.events.timestamp is not None:
-                newest = pc.max(events.column(TIME)).as_py()
-                latest = newest if latest is None else max(latest, newest)
-            writer.add(events)
+            events, faults = _parsed(table, part.file, job.events, first_row=counts.lines)
+            counts.add(table.num_rows, events, faults)
+            if events.num_rows:
+                writer.add(events)
         chunks = writer.finish()
     with job.folder.disk_errors():
         storage.write_bytes(job.path("chunks", part.number), chunks.view(np.uint8).data)
-    counts = {"rows": rows, "faults": faults.to_dict(), "latest": latest}
-    written = {"texts": writer.texts, "chunks": chunks.shape[1]}
-    read = {"lines": lines, "start": part.start, "end": tables.end}
-    return job.folder.done("events", part.number, {**counts, **written, **read})
+    marker = {
+        **counts.to_dict(),
+        "texts": writer.texts,
+        "chunks": chunks.shape[1],
+        "start": part.start,
+        "end": tables.end,
+    }
+    return job.folder.done("events", part.number, marker)
+
+
+@dataclass
+class _Counts:
+    """Counts of a range's rows."""
+
+    rows: int = 0
+    """Valid events."""
+    lines: int = 0
+    """All rows."""
+    latest: int | None = None
+    """Latest time in microseconds. None without times or events."""
+    faults: Faults = field(default_factory=Faults)
+
+    def add(self, lines: int, events: pa.RecordBatch, faults: Faults) -> None:
+        """Add the rows of a table, with its valid events."""
+        self.lines += lines
+        self.rows += events.num_rows
+        self.faults.add(faults)
+        if events.num_rows and TIME in events.schema.names:
+            latest = pc.max(events.column(TIME)).as_py()
+            self.latest = latest if self.latest is None else max(latest, self.latest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "rows": self.rows,
+            "lines": self.lines,
+            "latest": self.latest,
+            "faults": self.faults.to_dict(),
+        }
 
 
 def _parsed(
@@ -112,10 +152,18 @@ def _parsed(
     """Return the valid events: hash of the user, time if there is one, and the values by the number
     of their column. Return the faults too, numbered from `first_row`.
     """
-    parser = ColumnParser(table, events, path)
+    parser = ColumnParser(
+        table,
+        events,
+        path,
+    )
     block = parser.parse_all()
     for number, name in enumerate(events.sparse):
-        parser.reject(block.missing[:, number], MISSING, name)
+        parser.reject(
+            block.missing[:, number],
+            MISSING,
+            name,
+        )
     valid = parser.fault_kinds < 0
     is_full = bool(valid.all())
     valid_rows = None if is_full else pa.array(np.flatnonzero(valid))
@@ -156,7 +204,11 @@ def _plain_values(array: pa.Array) -> pa.Array:
 class _SpillWriter:
     """Writer of one task's events."""
 
-    def __init__(self, file: Any, job: EventsJob) -> None:
+    def __init__(
+        self,
+        file: Any,
+        job: EventsJob,
+    ) -> None:
         self._file = file
         self._job = job
         self._waiting: list[pa.RecordBatch] = []
@@ -246,18 +298,45 @@ def concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=names)
 
 
-def read_events(spills: Sequence[Spill], number: int, *, job: EventsJob) -> pa.RecordBatch | None:
+def read_events(
+    spills: Sequence[Spill],
+    number: int,
+    *,
+    job: EventsJob,
+) -> pa.RecordBatch | None:
     """Return the events of a partition in the order of the log, None if there are none."""
-    batches = [batch for spill in spills for batch in _batches(spill, number, job)]
+    batches = [
+        batch
+        for spill in spills
+        for batch in _batches(
+            spill,
+            number,
+            job,
+        )
+    ]
     return concatenated(batches) if batches else None
 
 
-def _batches(spill: Spill, number: int, job: EventsJob) -> Iterator[pa.RecordBatch]:
+def _batches(
+    spill: Spill,
+    number: int,
+    job: EventsJob,
+) -> Iterator[pa.RecordBatch]:
     """Yield the events of a partition in one file."""
     first = number * spill.chunks
-    chunks = read_array(job.path("chunks", spill.number), _CHUNK, first, spill.chunks)
+    chunks = read_array(
+        job.path("chunks", spill.number),
+        _CHUNK,
+        first,
+        spill.chunks,
+    )
     path = job.path("events", spill.number)
     for chunk in chunks[chunks["size"] > 0]:
-        data = read_array(path, np.dtype(np.uint8), int(chunk["start"]), int(chunk["size"]))
+        data = read_array(
+            path,
+            np.dtype(np.uint8),
+            int(chunk["start"]),
+            int(chunk["size"]),
+        )
         schema = _schema_of(job.events, int(chunk["texts"]))
         yield pa.ipc.read_record_batch(pa.py_buffer(data), schema)
