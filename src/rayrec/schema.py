@@ -549,8 +549,8 @@ class Schema(Config):
     "any".
     """
     format: str | None = field(default=None, compare=False)
-    """Format of the files: csv, parquet, jsonl, libsvm, libffm, vw, slot_value, npz, or
-    FILE.py:CLASS for your own. None: found from the content of each file.
+    """Format of the files: csv, parquet, jsonl, libsvm, libffm, vw, slot_value, user_items,
+    npz, or FILE.py:CLASS for your own. None: found from the content of each file.
     """
     sample: RowSample | None = field(default=None, compare=False)
     """Share of the rows with one label that training reads, such as {label: 0, keep: 0.1}.

@@ -20,6 +20,7 @@ from rayrec.data.formats.libsvm import LibSvm
 from rayrec.data.formats.npz import Npz
 from rayrec.data.formats.parquet import Parquet
 from rayrec.data.formats.slot_value import SlotValue
+from rayrec.data.formats.user_items import UserItems
 from rayrec.data.formats.vowpal_wabbit import VowpalWabbit
 from rayrec.imports import function_in_file, is_in_file
 from rayrec.schema import Schema
@@ -35,6 +36,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     LibSvm(),
     VowpalWabbit(),
     SlotValue(),
+    UserItems(),
     Criteo(),
     Csv(),
 )

@@ -23,6 +23,7 @@ from rayrec.data.formats.registry import FORMATS, find_format
 from rayrec.data.formats.row_faults import FAULT, MALFORMED
 from rayrec.data.formats.slot_value import SlotValue
 from rayrec.data.formats.text_stream import line_blocks
+from rayrec.data.formats.user_items import UserItems
 from rayrec.data.formats.vowpal_wabbit import VowpalWabbit
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.reading import read_raw
@@ -159,6 +160,24 @@ def test_slots_are_lists_as_the_schema_says() -> None:
     assert rows_of(SlotValue(), text, ["t", "u"], {"t"}) == [{"t": ["a"], "u": "5"}, {}, {}]
 
 
+# -- Lines of users
+def test_lines_of_users_are_rows_of_items() -> None:
+    text = "7 3 9 3\n\n8  9\n5\n"
+    assert rows_of(UserItems(), text) == [
+        {"user": "7", "item": "3"},
+        {"user": "7", "item": "9"},
+        {"user": "7", "item": "3"},
+        {"user": "8", "item": "9"},
+    ]
+    assert rows_of(UserItems(), text, ["item"])[-1] == {"item": "9"}
+
+
+def test_lines_of_one_length_are_no_lines_of_users() -> None:
+    assert not UserItems().recognizes(b"1 2 3\n4 5 6\n")
+    assert not UserItems().recognizes(b"1 2 3\n4 b\n")
+    assert not UserItems().recognizes(b"1 2 3\n")
+
+
 # -- JSON lines
 def test_impressions_are_rows_of_shown_items() -> None:
     text = "1\tu5\t3/9/2024 1:02:03 PM\ti4 i-7\ti-2-0 i9-1\n2\tu6\t\t\ti2-1\n"
@@ -259,6 +278,7 @@ EXAMPLES = {
     "vw": "1 1.0 'tag|user age:3 u1 |item i5\n-1 |user u2 |item i7\n",
     "slot_value": "click:1 user:7 item:5\nclick:0 item:5 item:7\n",
     "impressions": "1\tu5\t\ti4 i7\ti2-0 i9-1\n",
+    "user_items": "7 3 9 4\n8 9 3\n",
     "criteo": "\t".join(["1", *["7"] * 13, *["0123abcd"] * 26]) + "\n",
     "csv": "click,user\n1,7\n",
 }
