@@ -10,11 +10,12 @@ import posixpath
 import shutil
 import tarfile
 import threading
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any, Final
 
 from rayrec import storage
 from rayrec.config import InputError, suggest
@@ -26,6 +27,15 @@ LENGTH_TOLERANCE = 0.25
 """Maximum relative difference from an approximate size. Allows other compression, but not
 truncation.
 """
+
+_DAMAGED: Final = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+)
+"""Errors of a damaged archive, besides OSError."""
 
 UNCHECKED = {
     "length": "only its length was checked: neither its publisher nor the server has a checksum",
@@ -175,30 +185,29 @@ class _Call:
 def _extract(
     archive: str, members: Sequence[RemoteFile], call: _Call, *, url: str
 ) -> list[dict[str, Any]]:
-    """Extract the wanted members of a tar file into the folder. No path in the archive is used for
-    writing. Raises InputError if the archive is damaged, or a member is missing, not a regular
-    file, or not the published one.
+    """Extract the wanted members of a tar or zip file into the folder. No path in the archive is
+    used for writing. Raises InputError if the archive is damaged, or a member is missing, not a
+    regular file, or not the published one.
     """
     # Members are found by their last name. A path in the archive could lead out of the folder.
     missing = {file.name: file for file in members}
     results = []
     try:
-        with tarfile.open(archive, "r:*") as tar:
-            for member in tar:
-                file = missing.get(posixpath.basename(member.name))
-                if file is None or not member.isreg():
+        with contextlib.closing(_members(archive)) as found:
+            for member in found:
+                file = missing.pop(posixpath.basename(member.name), None)
+                if file is None:
                     continue
-                del missing[file.name]
-                call.note(f"Unpacking {file.name}, {size_text(member.size)}")
-                results.append(_extract_member(tar, member, file, call, url))
+                call.note(f"Unpacking {file.name}, {size_text(member.size_bytes)}")
+                results.append(_extract_member(member, file, call, url))
                 if not missing:
                     break
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except (*_DAMAGED, OSError) as error:
         # Disk error: gzip and bz2 set no errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InputError(
-            f"{archive}: damaged tar file ({one_line(error)}). Remove it to fetch it again."
+            f"{archive}: damaged archive ({one_line(error)}). Remove it to fetch it again."
         ) from None
     if missing:
         raise InputError(
@@ -208,19 +217,47 @@ def _extract(
     return results
 
 
-def _extract_member(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str
-) -> dict[str, Any]:
-    path = call.scratch_path(file.name)
-    require_space(call.folder, file.name, member.size)
-    digests = Digests()
+@dataclass(frozen=True)
+class _Member:
+    """Regular file in an archive."""
+
+    name: str
+    size_bytes: int
+    open: Callable[[], IO[bytes]]
+
+
+def _members(archive: str) -> Generator[_Member]:
+    """Yield the regular files of a tar or zip file. Each can be read until the next one."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as zipped:
+            for info in zipped.infolist():
+                if not info.is_dir():
+                    read = functools.partial(zipped.open, info)
+                    yield _Member(info.filename, info.file_size, read)
+        return
+    with tarfile.open(archive, "r:*") as tar:
+        for each in tar:
+            if each.isreg():
+                read = functools.partial(_open_in_tar, tar, each)
+                yield _Member(each.name, each.size, read)
+
+
+def _open_in_tar(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     source = tar.extractfile(member)
-    assert source is not None
+    assert source is not None  # A regular file
+    return source
+
+
+def _extract_member(member: _Member, file: RemoteFile, call: _Call, url: str) -> dict[str, Any]:
+    path = call.scratch_path(file.name)
+    require_space(call.folder, file.name, member.size_bytes)
+    digests = Digests()
+    source = member.open()
     with writing_to(path):
         # Reading and writing fail for different reasons, with different fixes.
         # Closed below: errors of reading are not those of writing.
         output = open(path, "wb")  # noqa: SIM115
-    with output:
+    with source, output:
         while chunk := source.read(CHUNK_BYTES):
             with writing_to(path):
                 output.write(chunk)
@@ -229,7 +266,7 @@ def _extract_member(
             if call.stop.is_set():
                 raise Stopped
     try:
-        verified = check_bytes(file, digests, Offer(member.size))
+        verified = check_bytes(file, digests, Offer(member.size_bytes))
     except Failed as error:
         raise InputError(
             f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by hand."

@@ -35,7 +35,7 @@ class RemoteFile(Config):
     unpacked_about_bytes: int | None = None
     rows: int | None = None
     archive: RemoteFile | None = None
-    """Tar file that contains this file."""
+    """Tar or zip file that contains this file."""
 
     @property
     def plain_name(self) -> str:

@@ -15,6 +15,7 @@ import shutil
 import tarfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -454,6 +455,34 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
     assert sorted(os.listdir(by_hand)) == [".fetch.lock", "all.tar.gz", "fetched.json", "train.txt"]
 
 
+def test_zip_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) -> None:
+    rows = b"1\t2\t5\t881250949\n" * 1000
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("ml/", b"")
+        zipped.writestr("ml/readme", b"read me")
+        zipped.writestr("../../u.data", rows)
+    packed = buffer.getvalue()
+    server.files["ml.zip"] = Served(body=packed)
+    archive = server.file("ml.zip", md5=md5(packed))
+    folder = tmp_path / "ml"
+    [result] = fetch([RemoteFile(name="u.data", archive=archive, md5=md5(rows))], str(folder))
+    assert (result["verified"], (folder / "u.data").read_bytes()) == ("published md5", rows)
+    assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "u.data"]
+    assert os.listdir(tmp_path) == ["ml"]
+
+
+def test_fetch_rejects_damaged_zip_archives(server: Server, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as zipped:
+        zipped.writestr("u.data", b"a" * 100_000)
+    packed = buffer.getvalue().replace(b"aaaa", b"abaa", 1)
+    server.files["ml.zip"] = Served(body=packed)
+    file = RemoteFile(name="u.data", archive=server.file("ml.zip"))
+    rejects("damaged archive .*CRC", fetch, [file], str(tmp_path / "ml"))
+    assert not (tmp_path / "ml" / "u.data").exists()
+
+
 def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     def fails(body: bytes, match: str, **known: Any) -> None:
         folder = tmp_path / str(len(os.listdir(tmp_path)))
@@ -465,13 +494,13 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     whole = _archive({"train.txt": BODY[:1_000_000]})
     fails(_archive({"other.txt": b"x"}), r"file train\.txt not found")
     fails(_archive({"train.txt": _link("train.txt", "/etc/passwd")}), r"file train\.txt not found")
-    fails(whole[: len(whole) // 2], "damaged tar file")
-    fails(b"nothing", "damaged tar file")
+    fails(whole[: len(whole) // 2], "damaged archive")
+    fails(b"nothing", "damaged archive")
     for compressed in (lzma.compress(gzip.decompress(whole)), bz2.compress(gzip.decompress(whole))):
         middle = len(compressed) // 2
         fails(
             compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :],
-            "damaged tar file",
+            "damaged archive",
         )
     fails(whole, r"train\.txt of .*: md5 must be \w+ as published", md5=md5(OTHER))
 
@@ -504,7 +533,8 @@ def test_published_files_are_valid() -> None:
             assert file.published_at.startswith("https://")
             for checksum in (file.md5, source.md5):
                 assert checksum is None or (len(checksum) == 32 and int(checksum, 16))
-    assert len({file.md5 for files in PUBLISHED.values() for file in files}) == 2 + 24 + 4
+    checksums = {file.md5 for files in PUBLISHED.values() for file in files if file.md5}
+    assert len(checksums) == 2 + 24 + 4
     rejects("did you mean 'criteo_small'", files_of, "criteo_smal")
     rejects("there are criteo_kaggle, criteo_small, criteo_full, mnist", files_of, "zzz")
 
