@@ -2,15 +2,12 @@
 JSON line of test metrics.
 
 python recbole_models.py MODEL FOLDER clicks|top-k [SEED]   # FOLDER/ml/ml.{train,valid,test}.inter
-python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the
-order of time
 """
 
 import json
 import sys
 import time
 import types
-from typing import Any
 
 # RecBole imports Ray for its own search of settings, which is not used here
 sys.modules["ray"] = types.ModuleType("ray")
@@ -83,46 +80,15 @@ TOP_K = {
     "topk": [10],
     "valid_metric": "NDCG@10",
 }
-NEXT_ITEM = {
-    "benchmark_filename": None,
-    "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
-    "eval_args": {
-        "split": {"LS": "valid_and_test"},
-        "group_by": "user",
-        "order": "TO",
-        "mode": "full",
-    },
-    "metrics": ["Recall", "NDCG"],
-    "topk": [10],
-    "valid_metric": "NDCG@10",
-    "loss_type": "CE",
-    "train_neg_sample_args": None,
-    "MAX_ITEM_LIST_LENGTH": 20,
-    "stopping_step": 5,
-}
-
-
-def nest_settings(task: str) -> dict[str, Any]:
-    kind, *numbers = task.split()
-    if kind != "next-item":
-        return CLICKS if kind == "clicks" else TOP_K
-    dropout = float(numbers[0])
-    return {
-        **NEXT_ITEM,
-        "hidden_dropout_prob": dropout,
-        "attn_dropout_prob": dropout,
-        "epochs": int(numbers[1]),
-    }
 
 
 def main(model: str, folder: str, task: str, seed: str = "0") -> None:
-    import recbole.model.sequential_recommender  # noqa: F401
     from recbole.quick_start import run_recbole
 
     torch.autograd.set_detect_anomaly(False)  # importing RecBole's SINE turns it on for all models
     settings = {
         **SHARED,
-        **nest_settings(task),
+        **(CLICKS if task == "clicks" else TOP_K),
         "seed": int(seed),
         "data_path": folder,
         "checkpoint_dir": f"{folder}/checkpoints",
