@@ -122,6 +122,9 @@ def schema(
     tables: Annotated[
         Sequence[str], Argument("side tables with columns of items or users, in any format", "PATH")
     ] = (),
+    events: Annotated[
+        bool, Argument("lists of items to recommend from, whatever label the log has")
+    ] = False,
     console: "Console | None" = None,
 ) -> str | None:
     """Draft the schema of your own log from its first rows, for `rayrec train RECIPE --schema`.
@@ -135,7 +138,7 @@ def schema(
     path = _path_or_rows(path)
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    text = draft(path, label=label, tables=tables)
+    text = draft(path, label=label, tables=tables, events=events)
     if out is None:
         return text.rstrip("\n")
     storage.write_bytes(out, text.encode())
@@ -175,7 +178,9 @@ def features(
     return compute_features(load_schema(storage.read_text(schema), schema), path, rows)
 
 
-def draft_schema(path: Any, *, label: str | None = None, tables: Sequence[str] = ()) -> "Schema":
+def draft_schema(
+    path: Any, *, label: str | None = None, tables: Sequence[str] = (), events: bool = False
+) -> "Schema":
     """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
 
     `rayrec schema` writes the same schema, with a comment on each decision.
@@ -186,13 +191,14 @@ def draft_schema(path: Any, *, label: str | None = None, tables: Sequence[str] =
         label: Name of the label column. None takes the column whose name and values are most like
             a label.
         tables: Paths of side tables, whose columns become features.
+        events: Whether rows are events to learn recommendations from, whatever label they may have.
 
     Raises InputError for rows without label, features or enough valid rows.
     """
     from rayrec.prepare.schema_draft import draft
     from rayrec.schema import load_schema
 
-    text = draft(_path_or_rows(path), label=label, tables=tables)
+    text = draft(_path_or_rows(path), label=label, tables=tables, events=events)
     return load_schema(text, "path")
 
 

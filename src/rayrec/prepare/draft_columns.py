@@ -71,10 +71,10 @@ _DATE: Final = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}"
 _GROUPED: Final = r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$|^[+-]?\d+,\d+$"
 """Numbers with commas: 1,234 or 3,14."""
 _INDEX_NAME: Final = r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid"
-_EPOCH: Final = (946_684_800, 4_102_444_800)
-"""Seconds from 1970 to 2000 and to 2100."""
-_NAMED_EPOCH: Final = 631_152_000
-"""Seconds from 1970 to 1990, for columns with the name of a time."""
+_EPOCH: Final = {1990: 631_152_000, 2000: 946_684_800, 2100: 4_102_444_800}
+"""Seconds from 1970 to years."""
+_MANY: Final = 100
+"""Minimum distinct times of a column without a name."""
 _ENTITY: Final = "&#?[A-Za-z0-9]{2,8};"
 """Letter in HTML."""
 
@@ -261,16 +261,34 @@ def _is_integral(array: pa.Array, numbers: np.ndarray) -> bool:
     return types.is_integer(array.type) or bool((np.trunc(numbers) == numbers).all())
 
 
+def without_name(column: Column) -> Column:
+    """Return a column of a file without a header, whose name tells nothing: integers are times if
+    they have as many values as times and are in years from 1990 to 2100.
+    """
+    column = replace(column, is_named=False)
+    is_time = column.kind == "integer" and column.distinct > _MANY and _in_years(column, 1990)
+    return replace(column, kind="time", is_epoch=True) if is_time else column
+
+
 def _is_epoch(column: Column) -> bool:
     """Return whether integers are times since 1970: of years 2000 to 2100 in order, or from 1990 on
     by name.
     """
-    assert column.numbers is not None
     is_named = not _TIMES.isdisjoint(split_words(column.name))
-    start = _NAMED_EPOCH if is_named else _EPOCH[0]
+    if not _in_years(column, 1990 if is_named else 2000):
+        return False
+    return column.distinct > 1 and (is_named or column.is_ordered)
+
+
+def _in_years(column: Column, first: int) -> bool:
+    """Return whether all numbers are seconds, milliseconds or microseconds from 1970 to the years
+    from 1990 or 2000 to 2100.
+    """
+    assert column.numbers is not None
+    start = _EPOCH[first]
     for unit in (1, 10**3, 10**6):
-        if column.numbers.min() >= start * unit and column.numbers.max() < _EPOCH[1] * unit:
-            return column.distinct > 1 and (is_named or column.is_ordered)
+        if column.numbers.min() >= start * unit and column.numbers.max() < _EPOCH[2100] * unit:
+            return True
     return False
 
 

@@ -55,6 +55,7 @@ from rayrec.prepare.draft_columns import (
     names_item,
     names_user,
     time_rank,
+    without_name,
 )
 from rayrec.prepare.table_draft import Join, Role, find_join
 from rayrec.schema import BRACKETS, Schema, SequenceColumns, SequenceSplit, load_schema
@@ -143,10 +144,17 @@ class _Head:
 #   3. label      given; else 0 and 1, two words, or a rating, by name; a name beats a place
 #   4. features   numbers are dense, the rest sparse; constant and unreadable columns are left out
 #   5. check      the drafted schema must parse these rows
-def draft(data: "str | Rows", *, label: str | None = None, tables: Sequence[str] = ()) -> str:
+def draft(
+    data: "str | Rows",
+    *,
+    label: str | None = None,
+    tables: Sequence[str] = (),
+    events: bool = False,
+) -> str:
     """Return the schema of a log as YAML text with comments on each decision, from up to 100,000
     rows at its start. `data` is a path, a DataFrame, an Arrow table or a Dataset. `tables` are
-    paths of side tables, whose columns become features.
+    paths of side tables, whose columns become features. With `events`, rows are events to learn
+    recommendations from, whatever label they may have.
 
     `rayrec train clicks` accepts the schema unchanged. Amounts and decimal numbers are dense,
     codes, small integers and text are sparse, lists are found by their marks, and one time of the
@@ -161,7 +169,9 @@ def draft(data: "str | Rows", *, label: str | None = None, tables: Sequence[str]
     for name in columns.keys() & head.roles.unused.keys():
         reason = head.roles.unused[name]
         columns[name] = replace(columns[name], kind="unusable", detail=reason)
-    chosen = _choose_label(columns, label, path)
+    if events and label is not None:
+        raise InputError(f"--label: must be left out with --events, got {label}")
+    chosen = _events_of(columns, path) if events else _choose_label(columns, label, path)
     if chosen.events:
         columns = _only_events(columns, chosen.events)
     columns = _without_negative(columns, chosen.name)
@@ -179,10 +189,12 @@ def _columns_of(head: _Head, path: str) -> dict[str, Column]:
     """Return the columns of first rows by name, with the types that their header declares."""
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
-    return {
-        name: as_declared(replace(column, is_named=not head.header), head.types.get(name, ""))
-        for name, column in _examined(table, path, is_text=is_text).items()
-    }
+    columns = {}
+    for name, column in _examined(table, path, is_text=is_text).items():
+        if head.header:
+            column = without_name(column)
+        columns[name] = as_declared(column, head.types.get(name, ""))
+    return columns
 
 
 def recipe_of(text: str) -> str:
@@ -489,13 +501,24 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     ]
     if candidates:
         return _label_from(candidates[0], path)
-    events = _find_events(columns)
-    if events is None:
+    found = _find_events(columns)
+    if found is None:
         raise InputError(
             f"{path}: no column of 0 and 1, of two words or of ratings for the label, and no user "
             f"and item of events, among {', '.join(columns)}. Add one, or pass --label"
         )
-    return _Label(None, events=events)
+    return _Label(None, events=found)
+
+
+def _events_of(columns: Mapping[str, Column], path: str) -> _Label:
+    """Return the user and the item of events. Raises InputError without them."""
+    found = _find_events(columns)
+    if found is None:
+        raise InputError(
+            f"{path}: no columns of a user and an item, among {', '.join(columns)}. Name them user "
+            "and item, or write the schema by hand"
+        )
+    return _Label(None, events=found)
 
 
 def _events_note(events: tuple[str, str], sequence: SequenceColumns | None) -> str:
@@ -519,9 +542,10 @@ def _find_events(columns: Mapping[str, Column]) -> tuple[str, str] | None:
     codes = [
         column
         for column in columns.values()
-        if column.kind in ("integer", "text", "row number") and not _is_dense(column)
+        if column.kind in ("integer", "text", "row number", "binary")
     ]
     if all(column.is_named for column in codes):
+        codes = [column for column in codes if not _is_dense(column)]
         users = [column.name for column in codes if names_user(column.name)]
         items = [column.name for column in codes if names_item(column.name)]
     else:

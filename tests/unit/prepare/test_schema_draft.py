@@ -710,6 +710,30 @@ def test_events_without_lists_are_drafted_for_two_towers(
     assert recipe_of(text) == "two_tower --workload.model.item-features item_id"
 
 
+def test_ratings_are_drafted_as_events_if_asked(tmp_path: Path) -> None:
+    rows = [f"u{n % 20},i{n * 7 % 30},{n % 5 + 1},{1_700_000_000 + 60 * n}" for n in range(120)]
+    path = events_log(tmp_path, "user_id,item_id,rating,timestamp", rows)
+    assert load_schema(draft(path), "draft").label == "rating"
+    schema = load_schema(draft(path, events=True), "draft")
+    assert schema.sequence == SequenceColumns(user="user_id", item="item_id", time="timestamp")
+    rejects("--label: must be left out with --events", draft, path, label="rating", events=True)
+
+
+def test_events_without_names_have_users_items_and_times(tmp_path: Path) -> None:
+    # In no order, and before 2000, as in MovieLens
+    times = [881_250_949 + 977 * n % 100_003 for n in range(240)]
+    rows = [f"{n % 20 + 1},{n * 7 % 211 + 1},{n % 5 + 1},{times[n]}" for n in range(240)]
+    schema = load_schema(draft(events_log(tmp_path, "", rows)), "draft")
+    assert schema.sequence == SequenceColumns(user="c0", item="c1", time="c3")
+    assert schema.header == ("c0", "c1", "c2", "c3")
+
+
+def test_log_without_users_has_no_events(tmp_path: Path) -> None:
+    rows = [f"{n % 2},{n * 7 % 30},{n * 11 % 20}.5" for n in range(60)]
+    path = events_log(tmp_path, "click,city,price", rows)
+    rejects("no columns of a user and an item, among click", draft, path, events=True)
+
+
 def test_users_counting_up_are_used(tmp_path: Path) -> None:
     rows = [f"{n},{n * 7 % 30}" for n in range(60)]
     schema = load_schema(draft(events_log(tmp_path, "", rows)), "draft")
