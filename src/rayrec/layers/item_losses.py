@@ -1,0 +1,339 @@
+"""Losses of retrieval models: a target's item against all items, sampled ones, or those of the
+batch. The score of an item is the dot product of its vector and the target's state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from rayrec.compat.torch_compat import linear_pointwise
+
+Hits = tuple[torch.Tensor, torch.Tensor]
+"""Pairs of a target and an item that is its own, int64 [pairs] both, rising by target."""
+
+_TILE: Final = 256
+"""Number of targets whose scores are computed at once, few enough to stay in cache."""
+_MAX_KEPT: Final = 1 << 26
+"""Maximum number of scores that are kept for the backward pass. More are computed again."""
+_EPS: Final = 1e-10
+"""Bound of probabilities in `gbce`, as in gSASRec."""
+
+
+def own_items(positives: torch.Tensor, items: torch.Tensor) -> Hits:
+    """Return the pairs of a target, int64 [targets], and an item, int64 [items], with equal ids."""
+    ordered, order = items.sort(stable=True)
+    first = torch.searchsorted(ordered, positives)
+    counts = torch.searchsorted(ordered, positives, right=True) - first
+    targets = torch.arange(len(positives), device=positives.device).repeat_interleave(counts)
+    # Number of each pair among the target's
+    place = torch.arange(len(targets), device=positives.device) - (
+        counts.cumsum(0) - counts
+    ).repeat_interleave(counts)
+    return targets, order[first.repeat_interleave(counts) + place]
+
+
+def full_softmax(
+    states: torch.Tensor,
+    items: torch.Tensor,
+    positives: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the cross entropy of each target among all items, float32 [targets].
+
+    Args:
+        states: State of each target, [targets, dim].
+        items: Vectors of all items, [items, dim].
+        positives: Number of each target's item, int64 [targets].
+        dtype: Type of products. float64 returns float64.
+    """
+    scores = dots(states, items[positives], dtype=dtype)
+    return log_sum_exp(states, items, dtype=dtype) - scores
+
+
+def sampled_softmax(
+    states: torch.Tensor,
+    positives: torch.Tensor,
+    negatives: torch.Tensor,
+    *,
+    hits: Hits,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the cross entropy of each target's item among itself and the negatives that all
+    targets share, except its `hits`, float32 [targets].
+
+    Args:
+        states: State of each target, [targets, dim].
+        positives: Vector of each target's item, [targets, dim].
+        negatives: Vectors of sampled items, [negatives, dim].
+        hits: Negatives that are the target's item (`own_items`).
+        dtype: Type of products.
+    """
+    scores = dots(states, positives, dtype=dtype)
+    others = log_sum_exp(states, negatives, hits=hits, dtype=dtype)
+    return torch.logaddexp(scores, others) - scores
+
+
+def bce(
+    states: torch.Tensor,
+    positives: torch.Tensor,
+    negatives: torch.Tensor,
+    *,
+    hits: Hits,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the mean binary cross entropy of each target's item and the negatives, float32
+    [targets]. Arguments as in `sampled_softmax`. A hit counts 0.
+    """
+    scores = dots(states, positives, dtype=dtype)
+    return _bce(scores, states, negatives, hits=hits, dtype=dtype)
+
+
+def gbce(
+    states: torch.Tensor,
+    positives: torch.Tensor,
+    negatives: torch.Tensor,
+    *,
+    hits: Hits,
+    num_items: int,
+    t: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return `bce` with the probability of a target's item raised to a power, against the
+    overconfidence from few negatives (Petrov & Macdonald, "gSASRec", RecSys 2023), float32
+    [targets].
+
+    Args:
+        states: State of each target, [targets, dim].
+        positives: Vector of each target's item, [targets, dim].
+        negatives: Vectors of sampled items, [negatives, dim].
+        hits: Negatives that are the target's item (`own_items`).
+        num_items: Number of all items.
+        t: Calibration from 0, which is `bce`, to 1.
+        dtype: Type of products.
+    """
+    rate = len(negatives) / (num_items - 1)
+    beta = rate * (t * (1 - 1 / rate) + 1 / rate)
+    scores = dots(states, positives, dtype=dtype).double()
+    odds = scores.sigmoid().clamp(_EPS, 1 - _EPS).pow(-beta).clamp(min=1 + _EPS) - 1
+    calibrated = -odds.clamp(max=1 / _EPS).log()
+    return _bce(calibrated, states, negatives, hits=hits, dtype=dtype)
+
+
+def _bce(
+    scores: torch.Tensor,
+    states: torch.Tensor,
+    negatives: torch.Tensor,
+    *,
+    hits: Hits,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    wide = _wide(dtype)
+    others = (states.to(dtype) @ negatives.to(dtype).T).to(wide)
+    others = others.index_put(hits, others.new_tensor(-torch.inf))
+    total = functional.softplus(-scores).to(wide) + functional.softplus(others).sum(1)
+    return total / (len(negatives) + 1)
+
+
+def corrected_softmax(
+    states: torch.Tensor,
+    positives: torch.Tensor,
+    pool: torch.Tensor,
+    *,
+    hits: Hits,
+    shares: torch.Tensor,
+    positive_shares: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return a loss whose gradient is the full softmax's, from items that were drawn with known
+    probabilities, such as those of the batch (Khrylchenko et al., "Correcting the LogQ Correction",
+    RecSys 2025), float32 [targets]. 0 without other items.
+
+    Each target's own item is neither among the negatives nor corrected. The weight 1 - p, where p
+    is its estimated probability, has no gradient.
+
+    Args:
+        states: State of each target, [targets, dim].
+        positives: Vector of each target's item, [targets, dim].
+        pool: Vectors of the drawn items, [pool, dim].
+        hits: Items of the pool that are the target's (`own_items`).
+        shares: Probability of each drawn item, [pool].
+        positive_shares: Probability of drawing each target's item, [targets].
+        dtype: Type of products.
+    """
+    wide = _wide(dtype)
+    scores = dots(states, positives, dtype=dtype)
+    offsets = -shares.to(wide).log()
+    others = log_sum_exp(states, pool, offsets=offsets, hits=hits, dtype=dtype)
+    # A negative's probability, given that it is not the target's item, is q / (1 - q of that item)
+    others = others + torch.log1p(-positive_shares.to(wide))
+    counts = len(pool) - torch.bincount(hits[0], minlength=len(states))
+    mean = others - counts.clamp(min=1).to(wide).log()
+    weights = (mean - scores).sigmoid().detach()
+    return (weights * (others - scores)).masked_fill(counts == 0, 0.0)
+
+
+def mixed_shares(
+    frequencies: torch.Tensor, *, from_batch: int, uniform: int, num_items: int
+) -> torch.Tensor:
+    """Return the probabilities of items in a pool of `from_batch` items of the batch, which come by
+    their frequencies [items], and `uniform` ones of all `num_items`.
+    """
+    return (from_batch * frequencies + uniform / num_items) / (from_batch + uniform)
+
+
+def cosine_contrastive(
+    states: torch.Tensor,
+    positives: torch.Tensor,
+    negatives: torch.Tensor,
+    *,
+    hits: Hits,
+    margin: float,
+    weight: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return 1 - cosine of each target and its item, plus `weight` times the mean of the negatives'
+    cosines above `margin` (Mao et al., "SimpleX", CIKM 2021), float32 [targets]. Other arguments as
+    in `sampled_softmax`. A hit counts 0.
+    """
+    unit = functional.normalize(states, dim=1)
+    similarity = dots(unit, functional.normalize(positives, dim=1), dtype=dtype)
+    others = unit.to(dtype) @ functional.normalize(negatives, dim=1).to(dtype).T
+    above = (others.to(_wide(dtype)) - margin).relu()
+    above = above.index_put(hits, above.new_zeros(()))
+    return 1 - similarity + weight * above.mean(1)
+
+
+def dots(
+    states: torch.Tensor, vectors: torch.Tensor, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the score of each target's vector, float32 [targets]. Both are rounded to `dtype`."""
+    wide = _wide(dtype)
+    return (states.to(dtype).to(wide) * vectors.to(dtype).to(wide)).sum(1)
+
+
+def log_sum_exp(
+    states: torch.Tensor,
+    items: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    hits: Hits | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the logarithm of the sum of exp(score + offset) over the items except the hits, -inf
+    without any, float32 [targets].
+
+    Args:
+        states: State of each target, [targets, dim].
+        items: Vectors, [items, dim].
+        offsets: Constant of each item, [items]. None: 0.
+        hits: Pairs of a target and an item that does not count.
+        dtype: Type of products. Exponents and sums are float32, or float64 if products are.
+    """
+    result: torch.Tensor = _LogSumExp.apply(states, items, offsets, hits, dtype)
+    return result
+
+
+# Why not torch's logsumexp: scores of [targets, items] are the largest tensors of a model. Each
+# tile of them is written, and read by all that follows, while it is in cache:
+#
+#   forward     scores -> minus their maximum -> exp -> sum; exp is kept, if it is not too large
+#   backward    exp / sum * gradient, which is the scores' gradient -> both products
+class _LogSumExp(torch.autograd.Function):
+    """Autograd function behind `log_sum_exp`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        items: torch.Tensor,
+        offsets: torch.Tensor | None,
+        hits: Hits | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        scores = _Scores(states.to(dtype), items.to(dtype), offsets, hits)
+        result = states.new_full((len(states),), -torch.inf, dtype=_wide(dtype))
+        totals = torch.zeros_like(result)
+        keeps = len(states) * len(items) <= _MAX_KEPT
+        kept = []
+        if len(items):
+            for tile in _tiles(len(states)):
+                exponents, largest = scores.exponents(tile)
+                totals[tile] = exponents.sum(1)
+                result[tile] = totals[tile].log() + largest
+                kept.append(exponents if keeps else None)
+        ctx.scores = scores
+        ctx.kept = kept
+        ctx.save_for_backward(states, items, totals)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, items, totals = ctx.saved_tensors
+        scores = ctx.scores
+        for_states = torch.zeros_like(scores.states)
+        for_items = torch.zeros_like(items, dtype=totals.dtype)
+        # Sums are 0 if no item counts
+        scale = gradient / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+        kept = ctx.kept
+        ctx.kept = [None] * len(kept)
+        for number, tile in enumerate(_tiles(len(states)) if len(items) else ()):
+            exponents = kept[number]
+            if exponents is None:
+                exponents, _ = scores.exponents(tile)
+            weights = exponents.mul_(scale[tile].unsqueeze(1)).to(scores.items.dtype)
+            for_states[tile] = _product(weights, scores.items.T)
+            for_items += _product(scores.states[tile].T, weights.T).T
+        return for_states.to(states.dtype), for_items.to(items.dtype), None, None, None
+
+
+class _Scores:
+    """Scores of targets and items, in parts."""
+
+    def __init__(
+        self,
+        states: torch.Tensor,
+        items: torch.Tensor,
+        offsets: torch.Tensor | None,
+        hits: Hits | None,
+    ) -> None:
+        self.states = states
+        self.items = items
+        self._offsets = offsets
+        self._hits = hits
+
+    def exponents(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return exp(score - largest), 0 for hits, [tile, items], and the largest score of each
+        target, [tile].
+        """
+        scores = _product(self.states[tile], self.items).to(_wide(self.states.dtype))
+        if self._offsets is not None:
+            scores += self._offsets
+        if self._hits is not None:
+            targets, items = self._hits
+            bounds = torch.searchsorted(targets, targets.new_tensor([tile.start, tile.stop]))
+            hits = slice(*bounds.tolist())
+            scores[targets[hits] - tile.start, items[hits]] = -torch.inf
+        largest = scores.amax(1).clamp(min=torch.finfo(scores.dtype).min)
+        return scores.sub_(largest.unsqueeze(1)).exp_(), largest
+
+
+def _tiles(count: int) -> list[slice]:
+    return [slice(start, min(start + _TILE, count)) for start in range(0, count, _TILE)]
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left` [rows, in] times transposed `right` [columns, in]. On CPUs, oneDNN is faster
+    than BLAS.
+    """
+    if left.is_cpu and left.dtype == torch.float32 and left.numel() and right.numel():
+        return linear_pointwise(left, right, None, "none")
+    return left @ right.T
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
