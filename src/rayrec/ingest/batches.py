@@ -5,7 +5,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
@@ -29,6 +29,7 @@ from rayrec.ingest.stream import (
     RowStream,
     TaskSource,
 )
+from rayrec.models.base import CandidateRows
 from rayrec.schema import Schema
 from rayrec.trained_rows import RowNumbers
 
@@ -220,7 +221,12 @@ class ClickBatches:
             # uneven shards has the gradient of one worker with all rows.
             for step in range(steps):
                 weight = sharding.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))
-                yield slicer.take(plan.worker_rows(step), loss_weight=weight, epoch=plan.epoch)
+                yield slicer.take(
+                    plan.worker_rows(step),
+                    loss_weight=weight,
+                    epoch=plan.epoch,
+                    first_row=plan.first_row(step),
+                )
 
 
 @dataclass(frozen=True)
@@ -234,6 +240,31 @@ class _BlockRanges:
             yield from plan.block_ranges(steps)
 
 
+@final
+@dataclass(frozen=True)
+class SampledRows:
+    """Rows of a table that are drawn for each step, equal on all workers and in resumed runs."""
+
+    candidates: CandidateRows
+    """Rows that may be drawn, each with the same probability."""
+    num_embeddings: int
+    """Number of all rows."""
+    count: int
+    """Number of drawn rows."""
+    seed: int
+    """Seed of the run."""
+
+    def ids(self, epoch: int, first_row: int) -> np.ndarray:
+        """Return the rows for the step that begins at a row of an epoch, int32 [count]."""
+        candidates = self.candidates
+        if candidates.stop is None:
+            candidates = replace(candidates, stop=self.num_embeddings)
+        draw = np.random.default_rng([self.seed, epoch, first_row])
+        numbers = draw.integers(0, max(1, candidates.count or 0), self.count, np.int32)
+        ids: np.ndarray = candidates.ids(numbers)
+        return ids
+
+
 class BatchSlicer:
     """Slicer of an encoded row stream into batches, with one copy per row."""
 
@@ -244,15 +275,15 @@ class BatchSlicer:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
-        tables: Mapping[str, int] | None = None,
+        tables: Mapping[str, int | SampledRows] | None = None,
         pin_constants: bool = False,
         watch_dense: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         """Configure the slicer for a stream of encoded rows and the model's input columns.
         `targets` computes the first label; None keeps it. `unpooled` names the sparse columns for
-        `Batch.sequence_features`, and `tables` more keys there, with the number of ids (0, 1, ...)
-        in their first row. `pin_constants` pins lengths and offsets equal in all batches only once.
-        `watch_dense` is called with the dense features of each batch.
+        `Batch.sequence_features`, and `tables` more keys there, with the ids of their first row: a
+        number of them (0, 1, ...), or a sample. `pin_constants` pins lengths and offsets equal in
+        all batches only once. `watch_dense` is called with the dense features of each batch.
         """
         self._rows = rows
         self._targets = targets
@@ -263,7 +294,8 @@ class BatchSlicer:
         self._labels = inputs.label_names
         self._weighted = bool(inputs.list_weights)
         self._tables = {
-            key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()
+            key: np.arange(rows, dtype=np.int32) if isinstance(rows, int) else rows
+            for key, rows in (tables or {}).items()
         }
         self._unpooled = [number for number, key in enumerate(self._keys) if key in unpooled]
         self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
@@ -271,8 +303,10 @@ class BatchSlicer:
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
-        """Return the next `count` rows, which belong to epoch `epoch`, as a batch."""
+    def take(self, count: int, *, loss_weight: float, epoch: int = 0, first_row: int = 0) -> Batch:
+        """Return the next `count` rows, which belong to epoch `epoch`, as a batch. `first_row` is
+        the number of rows of all workers in the epoch before this step.
+        """
         slices: list[_Slice] = []
         count_left = count
         while count_left > 0:
@@ -312,11 +346,13 @@ class BatchSlicer:
             weights=_tensor(_optional(slices, "weights")),
             groups=_tensor(_optional(slices, "groups")),
             timestamps=_tensor(_optional(slices, "timestamps")),
-            sequence_features=self._sequences(ids, count),
+            sequence_features=self._sequences(ids, count, step=(epoch, first_row)),
             row_numbers=None if row_numbers is None else RowNumbers(epoch, row_numbers),
         )
 
-    def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
+    def _sequences(
+        self, ids: Sequence[Ids], count: int, *, step: tuple[int, int]
+    ) -> KeyedJaggedTensor | None:
         """Return the ids of unpooled features and full tables. An empty batch gets one row of empty
         lists, because TorchRec cannot exchange unpooled embeddings of zero rows.
         """
@@ -327,7 +363,8 @@ class BatchSlicer:
         columns: list[Ids] = [ids[number] for number in self._unpooled]
         if not count:
             columns = [JaggedIds(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
-        for table_ids in self._tables.values():
+        for rows in self._tables.values():
+            table_ids = rows.ids(*step) if isinstance(rows, SampledRows) else rows
             lengths = np.zeros(max(count, 1), np.int32)
             lengths[0] = len(table_ids)
             columns.append(JaggedIds(table_ids, lengths))

@@ -461,6 +461,10 @@ class BlockPlan:
     def rows_until(self, step: int) -> int:
         return self._sharded_rows(step) - self._sharded_rows(0)
 
+    def first_row(self, step: int) -> int:
+        """Return the number of rows of all workers in the epoch before a step."""
+        return self.order.rows - self._rows + self._sharded_rows(step)
+
     def position_at(self, step: int) -> Position:
         return replace(self.start, steps_since_sharding=self.start.steps_since_sharding + step)
 

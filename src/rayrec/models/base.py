@@ -62,8 +62,10 @@ class CandidateRows:
             numbers = numbers - 1 * (ids > self.gap)
         return (numbers + 1) * self.contains(ids) - 1
 
-    def ids(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the id of each candidate number, int64 [numbers]."""
+    def ids(self, numbers: Any) -> Any:
+        """Return the id of each candidate number, in the numbers' dtype [numbers]. Takes and
+        returns tensors or arrays.
+        """
         ids = numbers + self.first
         return ids if self.gap is None else ids + (ids >= self.gap)
 
@@ -110,16 +112,15 @@ class ModelInputs:
     """
     bin_ends: tuple[tuple[float, ...], ...] = ()
     """Rising quantiles of each dense feature over the training rows. Empty if unknown."""
+    frequencies: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    """Occurrences of the candidates in the training rows, by feature, as runs: (occurrences, number
+    of candidates). Features without an entry have unknown ones.
+    """
 
     @classmethod
-    def from_schema(
-        cls,
-        schema: Schema,
-        candidates: tuple[tuple[str, CandidateRows], ...] = (),
-        bin_ends: tuple[tuple[float, ...], ...] = (),
-    ) -> ModelInputs:
-        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose
-        tables have these candidates, and whose numbers have these quantiles.
+    def from_schema(cls, schema: Schema, **known: Any) -> ModelInputs:
+        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`). `known`
+        are fields that depend on the log: `candidates`, `bin_ends`, `frequencies`.
         """
         has_main = schema.label is None and schema.labels
         return cls(
@@ -136,8 +137,7 @@ class ModelInputs:
                 if feature.aligned_with
             ),
             schema.labels[0].kind if has_main else "binary",
-            candidates,
-            bin_ends,
+            **known,
         )
 
     @property
@@ -148,6 +148,20 @@ class ModelInputs:
     def candidates_of(self, feature: str) -> CandidateRows:
         """Return the table rows of a feature's known categories."""
         return dict(self.candidates).get(feature, CandidateRows())
+
+    def shares_of(self, feature: str) -> torch.Tensor | None:
+        """Return the share of each candidate in all occurrences of candidates, float32
+        [candidates], on the CPU. None if unknown.
+        """
+        runs = dict(self.frequencies).get(feature)
+        if not runs:
+            return None
+        import torch
+
+        with torch.device("cpu"):
+            amounts, repeats = torch.tensor(runs).unbind(1)
+            counts = amounts.repeat_interleave(repeats).double()
+            return (counts / counts.sum()).float()
 
     @property
     def table_of(self) -> dict[str, str]:
@@ -168,6 +182,8 @@ class ClickModelConfig(Config):
     `rayrec.models.ranking` or in user code.
     """
 
+    EARLIER: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that were added later, in files of earlier versions, if not the defaults."""
     TRAINS_ON_TABLES: ClassVar[bool] = True
     """Whether `full_tables` are read in training too, instead of only in evaluations."""
     SEVERAL_LABELS: ClassVar[bool] = False
@@ -278,6 +294,19 @@ class ClickModelConfig(Config):
         Default: none.
         """
         return ()
+
+    def table_sample(self) -> int | None:
+        """Return the number of rows that a training step reads of each of `full_tables`: drawn at
+        random from those of known categories, equal on all workers, with repetition. 0: none. None
+        (default): the whole table, or none without TRAINS_ON_TABLES.
+        """
+        return None if self.TRAINS_ON_TABLES else 0
+
+    def needs_frequencies(self) -> bool:
+        """Return whether the loss needs the `ModelInputs.frequencies` of candidates. Default:
+        False.
+        """
+        return False
 
     def candidate_feature(self, inputs: ModelInputs) -> str | None:
         """Return the feature whose known categories the model ranks, None for models of labels. In
@@ -473,7 +502,7 @@ def stored_model(
             "FILE.py:FUNCTION."
         )
     try:
-        return cls().updated(values)
+        return cls().updated({**cls.EARLIER, **values})
     except TypeError as error:
         raise InputError(
             f"{where}: {cls.__qualname__} must have a default for each field ({error})"

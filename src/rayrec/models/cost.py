@@ -12,7 +12,7 @@ import torch
 from rayrec.batch import DENSE, Batch
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.operation_count import counted
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, table_key
 from rayrec.models.heads import network_loss
 
 _FEW_ROWS: Final = 16
@@ -90,9 +90,12 @@ def _random_rows(
         for name, embeddings in sequences.items()
     }
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
-    tables = {
-        name: random(rows_of[name], config.table_width) for name in config.full_tables(inputs)
-    }
+    tables = {}
+    for name in config.full_tables(inputs):
+        sample = config.table_sample() if like.training else None
+        tables[name] = random(rows_of[name] if sample is None else sample, config.table_width)
+        first = inputs.candidates_of(name).first
+        ids[table_key(name)] = torch.full((len(tables[name]),), first, device=device)
     return dense, KeyedEmbeddings.in_order(
         inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables
     )

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.bounds import Count, Share
+from rayrec.bounds import Count, Positive, Share
+from rayrec.collectives import all_reduce_sum, gathered_rows
 from rayrec.config import InputError
+from rayrec.layers import item_losses
+from rayrec.layers.item_losses import own_items
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, compute_dtype
+from rayrec.layers.sequence_blocks import ListPlaces
 from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
-from rayrec.models.base import ClickModelConfig, ModelInputs
+from rayrec.models.base import ClickModelConfig, ModelInputs, table_key
 from rayrec.models.heads import Head, ItemsHead
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ TARGET = "target"
 """List of the items to predict in rows of an evaluation."""
 SEEN = "seen"
 """List of the items that a user had before, which are no candidates in an evaluation."""
+_FROM_BATCH: Final = ("in_batch", "mixed")
+"""Losses with the batch's items as negatives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +40,45 @@ class NextItemConfig(ClickModelConfig):
     """Prediction of each item of a list from the items before it.
 
     The list is the schema's first list, in chronological order, with a `max_length`. All known
-    items are candidates. Unknown and missing ones are neither candidates nor targets.
+    items are candidates. Unknown and missing ones are neither candidates nor targets. Embeddings of
+    lists that are aligned with it are added to the items'.
     """
 
     LABELLED: ClassVar[bool] = False
+    EARLIER: ClassVar[Mapping[str, Any]] = {"loss_mean": "rows"}
 
+    loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "full"
+    """Training loss of a target: softmax over all items (full), or over it and `negatives`
+    (sampled); binary cross entropy of it and `negatives`, calibrated by `gbce_t` (gbce) or not
+    (bce); softmax over the step's other targets, corrected for their frequencies, without
+    (in_batch) or with `negatives` (mixed); or cosine distances to it and `negatives` (ccl).
+    Evaluations report the softmax over all items.
+    """
+    negatives: Count = 2048
+    """Number of random items that all targets of a step share as negatives, and maximum number of
+    the step's targets.
+    """
+    gbce_t: Share = 0.75
+    """Calibration of loss gbce, from 0, which is bce, to 1."""
+    ccl_margin: Share = 0.4
+    """Cosine up to which negatives have no loss ccl."""
+    ccl_weight: Positive = 150.0
+    """Weight of the negatives in loss ccl."""
+    loss_mean: Literal["targets", "rows"] = "targets"
+    """Average of the loss: over all targets of a step, or over each row's targets, then over
+    rows.
+    """
+    temperature: Positive = 1.0
+    """Divisor of scores."""
+    unit_vectors: bool = False
+    """Whether scores are cosines, divided by `temperature`, instead of dot products."""
     embedding_dim: int = 64
     """Width of every embedding, and of the network."""
     blocks: Count = 2
     """Number of blocks of attention and feed-forward layers."""
     attention_heads: Count = 2
     """Number of attention heads per block."""
-    dropout: Share = 0.5
+    dropout: Share = 0.2
     """Dropout probability."""
     k: Count = 10
     """Number of predicted items, at most all known ones, and rank k of the metrics."""
@@ -56,6 +90,16 @@ class NextItemConfig(ClickModelConfig):
                 f"{type(self).__name__}.attention_heads: must divide embedding_dim "
                 f"{self.embedding_dim}, got {self.attention_heads}"
             )
+        if self.loss == "ccl" and not self.unit_vectors:
+            raise InputError(
+                f"{type(self).__name__}.unit_vectors: must be true for loss ccl, got false. Set it."
+            )
+
+    def table_sample(self) -> int | None:
+        return {"full": None, "in_batch": 0}.get(self.loss, self.negatives)
+
+    def needs_frequencies(self) -> bool:
+        return self.loss in _FROM_BATCH
 
     def sequence(self, inputs: ModelInputs) -> tuple[str, int]:
         """Return the list of items and its maximum length. Raises InputError if the schema has
@@ -71,9 +115,14 @@ class NextItemConfig(ClickModelConfig):
         return name, length
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        item = self.sequence(inputs)[0]
         lists = dict(inputs.lists)
-        return (item, *(name for name in (TARGET, SEEN) if name in lists))
+        others = (*self.aligned(inputs), *(name for name in (TARGET, SEEN) if name in lists))
+        return (self.sequence(inputs)[0], *others)
+
+    def aligned(self, inputs: ModelInputs) -> tuple[str, ...]:
+        """Return the lists whose embeddings are added to the items'."""
+        item = self.sequence(inputs)[0]
+        return tuple(name for name, other in inputs.aligned if other == item)
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
         return (self.sequence(inputs)[0],)
@@ -92,67 +141,174 @@ class NextItemConfig(ClickModelConfig):
         return f"ndcg_at_{self.k}"
 
 
-# Shapes, for lists of up to L items of width D and C known items:
+# Shapes, for lists of up to L + 1 items of width D and C known items; P places of all lists:
 #
 #   forward       list of ids -> embeddings [ids, D]
-#   encode        a part of each list, padded [rows, L, D] -> state after each item [rows, L, D]
-#   training      state after item i against all candidates [C, D] -> cross entropy of item i + 1
+#   encode        a part of each list [P, D] -> state after each item [P, D]
+#   training      state after item i against candidates -> loss of item i + 1
 #   evaluation    state after the history -> ranks of the items in `target`; without that list, the
 #                 history ends before the list's last item, which is the target
 #   prediction    state after the last item -> the k best candidates
 class NextItemNetwork(nn.Module, ABC):
     """Network of a NextItemConfig. A subclass encodes lists."""
 
+    shares: torch.Tensor
+
     def __init__(
         self, config: NextItemConfig, inputs: ModelInputs, *, precision: Precision
     ) -> None:
         super().__init__()
+        self._config = config
         self._feature, self._length = config.sequence(inputs)
         self._lists = config.sequences(inputs)
+        self._aligned = config.aligned(inputs)
         self._candidates = inputs.candidates_of(self._feature)
         self._k = config.k
         self._dtype = compute_dtype(precision)
+        self._history = self._length - 1
+        shares = inputs.shares_of(self._feature) if config.needs_frequencies() else None
+        # Not saved, because only training needs them
+        unknown = torch.empty(0, device="cpu")
+        self.register_buffer("shares", unknown if shares is None else shares, persistent=False)
 
     @abstractmethod
-    def encode(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the state after each item of a list, float32 [rows, places, dim], from the items'
-        embeddings, zeros after the end of a list, float32 [rows, places, dim], and lengths, int64
-        [rows]. States after the end of a list have any values.
+    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+        """Return the state after each item of the lists, float32 [places, dim], from the items'
+        embeddings, float32 [places, dim].
         """
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return the items' embeddings `values` [ids, dim], the ids and lengths of each list,
-        `ids_NAME` [ids] and `lengths_NAME` [rows], and the item `table`.
+        """Return the items' embeddings `values` [ids, dim], their sum with those of aligned lists
+        `inputs` [ids, dim], the ids and lengths of each list, `ids_NAME` [ids] and `lengths_NAME`
+        [rows], and the item `table`. In training, this has the rows of `sample` [rows] alone,
+        unless the loss is over all items.
         """
-        outputs = {
-            "values": embedded.sequences(self._feature).values,
-            "table": embedded.table(self._feature),
-        }
+        values = embedded.sequences(self._feature).values
+        inputs = values
+        for name in self._aligned:
+            inputs = inputs + embedded.sequences(name).values
+        outputs = {"values": values, "inputs": inputs, "table": embedded.table(self._feature)}
         for name in self._lists:
             outputs[f"ids_{name}"] = embedded.ids(name)
             outputs[f"lengths_{name}"] = embedded.sequences(name).lengths
+        if self.training and self._config.table_sample() is not None:
+            outputs["sample"] = embedded.ids(table_key(self._feature))
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's mean cross entropy over the known items after the first, 0 for lists
-        without one, float32 [rows].
+        """Return each row's loss over the known items after the first, whose mean over the step's
+        rows is the loss of the step, 0 for rows without one, float32 [rows]. In an evaluation, the
+        mean cross entropy over each row's targets. Collective in training.
         """
-        lengths = outputs[f"lengths_{self._feature}"]
-        ids = self._padded(outputs[f"ids_{self._feature}"], lengths, self._length)
-        targets = self._candidates.numbers(ids[:, 1:])
-        places = torch.arange(1, self._length, device=ids.device)
-        is_target = (places < lengths.unsqueeze(1)) & (targets >= 0)
-        rows, place = is_target.nonzero(as_tuple=True)
-        hidden = self._states(outputs, drop_last=True)
-        logits = self._logits(hidden[rows, place], outputs["table"], self._dtype)
-        losses = functional.cross_entropy(logits, targets[rows, place], reduction="none")
-        total = losses.new_zeros(len(ids)).index_add(0, rows, losses)
-        return total / is_target.sum(1).clamp(min=1)
+        if not self.training and TARGET in self._lists:
+            queries, of_rows = self._evaluated(outputs)
+            known = of_rows.known()
+            losses = item_losses.full_softmax(
+                queries[known.rows], self.item_vectors(outputs), known.numbers, dtype=self._dtype
+            )
+            return _row_means(losses, known.rows, len(queries))
+        places = self._places(outputs, dropped=1)
+        numbers = self._candidates.numbers(outputs[f"ids_{self._feature}"])
+        # The next item of the list, which is not among the places
+        targets = places.item + 1
+        is_known = numbers[targets] >= 0
+        states = self.encode(outputs["inputs"][places.item], places)[is_known]
+        rows = places.rows[is_known]
+        losses = self._losses(self._scaled(states), targets[is_known], outputs)
+        num_rows = len(outputs[f"lengths_{self._feature}"])
+        if not self.training or self._config.loss_mean == "rows":
+            return _row_means(losses, rows, num_rows)
+        counts = losses.new_tensor([len(losses), num_rows])
+        (totals,) = all_reduce_sum(counts)
+        scale = totals[1] / totals[0].clamp(min=1)
+        return losses.new_zeros(num_rows).index_add(0, rows, losses) * scale
+
+    def _losses(
+        self, states: torch.Tensor, targets: torch.Tensor, outputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the loss of each target, float32 [targets], from the scaled states before it,
+        [targets, dim], and its position among all items. Collective.
+        """
+        ids = outputs[f"ids_{self._feature}"][targets]
+        if "sample" not in outputs:
+            numbers = self._candidates.numbers(ids)
+            vectors = self.item_vectors(outputs)
+            return item_losses.full_softmax(states, vectors, numbers, dtype=self._dtype)
+        positives = self._unit(outputs["values"][targets])
+        if self._config.loss in _FROM_BATCH:
+            return self._corrected(states, positives, ids, outputs)
+        sample = outputs["sample"]
+        return self._sampled_loss()(
+            states,
+            positives,
+            self._unit(outputs["table"]),
+            hits=own_items(ids, sample),
+            dtype=self._dtype,
+        )
+
+    def _sampled_loss(self) -> Callable[..., torch.Tensor]:
+        config = self._config
+        if config.loss == "gbce":
+            num_items = self._candidates.count
+            assert num_items is not None, "predicted ids belong to a vocabulary"
+            return partial(item_losses.gbce, num_items=num_items, t=config.gbce_t)
+        if config.loss == "ccl":
+            return partial(
+                item_losses.cosine_contrastive,
+                margin=config.ccl_margin,
+                weight=config.ccl_weight,
+            )
+        return {"sampled": item_losses.sampled_softmax, "bce": item_losses.bce}[config.loss]
+
+    def _corrected(
+        self,
+        states: torch.Tensor,
+        positives: torch.Tensor,
+        ids: torch.Tensor,
+        outputs: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the loss with the targets of all workers, and the sample if there is one, as the
+        pool of negatives. Collective.
+        """
+        all_ids, _ = gathered_rows(ids)
+        all_vectors, _ = gathered_rows(positives)
+        # In order of ids, whatever the workers
+        order = all_ids.argsort(stable=True)
+        most = self._config.negatives
+        if len(order) > most:
+            order = order[torch.arange(most, device=order.device) * len(order) // most]
+        pool_ids = torch.cat([all_ids[order], outputs["sample"]])
+        pool = torch.cat([all_vectors[order], self._unit(outputs["table"])])
+        numbers = self._candidates.numbers(pool_ids)
+        shares = item_losses.mixed_shares(
+            self.shares,
+            from_batch=len(order),
+            uniform=len(outputs["sample"]),
+            num_items=max(1, len(self.shares)),
+        )
+        return item_losses.corrected_softmax(
+            states,
+            positives,
+            pool,
+            hits=own_items(ids, pool_ids),
+            shares=shares[numbers],
+            positive_shares=shares[self._candidates.numbers(ids)],
+            dtype=self._dtype,
+        )
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         """Return `rank_measures` of each row's targets among all known items, or of the list's last
         item if the row has none. Lists of one item, and those with a missing last one, have no
         target.
+        """
+        queries, targets = self._evaluated(outputs)
+        logits = candidate_logits(queries, self.item_vectors(outputs))
+        seen = self._items(outputs, SEEN) if SEEN in self._lists else None
+        return rank_measures(logits, targets, ks=(self._k,), seen=seen)
+
+    def _evaluated(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ItemNumbers]:
+        """Return the vector of each row before its targets, float32 [rows, dim], and the
+        targets.
         """
         has_own = self._lengths(outputs, TARGET) > 0
         lengths = outputs[f"lengths_{self._feature}"]
@@ -168,12 +324,7 @@ class NextItemNetwork(nn.Module, ABC):
             torch.cat([targets.rows, from_last.rows]),
             torch.cat([targets.numbers, from_last.numbers]),
         )
-        queries = torch.where(
-            has_own.unsqueeze(1), self.queries(outputs), self._queries(outputs, drop_last=True)
-        )
-        logits = candidate_logits(queries, self.item_vectors(outputs))
-        seen = self._items(outputs, SEEN) if SEEN in self._lists else None
-        return rank_measures(logits, targets, ks=(self._k,), seen=seen)
+        return self._queries(outputs, dropped=(~has_own).long()), targets
 
     def predict(
         self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
@@ -181,7 +332,7 @@ class NextItemNetwork(nn.Module, ABC):
         """Return the k next items with the highest scores for each list, or all known ones if there
         are fewer.
         """
-        logits = self._logits(self.queries(outputs), outputs["table"], torch.float32)
+        logits = self.queries(outputs) @ self.item_vectors(outputs).T
         scores, numbers = logits.topk(min(self._k, logits.shape[1]), dim=1)
         return {"items": self._candidates.ids(numbers), "scores": scores}
 
@@ -189,27 +340,52 @@ class NextItemNetwork(nn.Module, ABC):
         """Return the vector of each row after its whole list, float32 [rows, dim]. An item's score
         is its dot product with one of `item_vectors`.
         """
-        return self._queries(outputs, drop_last=False)
+        return self._queries(outputs, dropped=0)
 
     def item_vectors(self, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the vectors of all candidates, float32 [candidates, dim]."""
-        return self._candidates.of_table(outputs["table"])
+        return self._unit(self._candidates.of_table(outputs["table"]))
 
-    def _queries(self, outputs: dict[str, torch.Tensor], *, drop_last: bool) -> torch.Tensor:
-        hidden = self._states(outputs, drop_last=drop_last)
-        lengths = outputs[f"lengths_{self._feature}"] - int(drop_last)
-        last = (lengths - 1).clamp(min=0).view(-1, 1, 1)
-        return hidden.gather(1, last.expand(-1, 1, hidden.shape[2])).squeeze(1)
+    def _unit(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Normalize vectors if scores are cosines."""
+        return functional.normalize(vectors, dim=1) if self._config.unit_vectors else vectors
 
-    def _states(self, outputs: dict[str, torch.Tensor], *, drop_last: bool) -> torch.Tensor:
-        """Return the state after each item of the lists, without their last items if `drop_last`,
-        float32 [rows, places, dim].
+    def _scaled(self, states: torch.Tensor) -> torch.Tensor:
+        """Return vectors whose dot products with items are scores."""
+        temperature = self._config.temperature
+        return self._unit(states) if temperature == 1 else self._unit(states) / temperature
+
+    def _queries(
+        self, outputs: dict[str, torch.Tensor], *, dropped: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Return the vector of each row after its list without the last `dropped` items, int64
+        [rows], float32 [rows, dim]. A list without items has one with an embedding of zeros.
+        """
+        inputs = outputs["inputs"]
+        places = self._places(outputs, dropped=dropped, fill=True)
+        # A row of zeros before the embeddings
+        filled = torch.cat([inputs.new_zeros(1, inputs.shape[1]), inputs])
+        states = self.encode(filled[places.item + 1], places)
+        return self._scaled(states[places.last])
+
+    def _places(
+        self,
+        outputs: dict[str, torch.Tensor],
+        *,
+        dropped: torch.Tensor | int,
+        fill: bool = False,
+    ) -> ListPlaces:
+        """Return the places of the newest items of each list, without the last `dropped` ones. A
+        list without items has no place or, with `fill`, one with the item -1.
         """
         lengths = outputs[f"lengths_{self._feature}"]
-        width = self._length - int(drop_last)
-        items = self._padded(outputs["values"], lengths, width, drop_last=drop_last)
-        kept = (lengths - int(drop_last)).clamp(min=0)
-        return self.encode(items, kept)
+        stops = lengths.cumsum(0) - dropped
+        kept = (lengths - dropped).clamp(min=0, max=self._history)
+        starts = stops - kept
+        if fill:
+            starts = torch.where(kept > 0, starts, -1)
+            kept = kept.clamp(min=1)
+        return ListPlaces(starts, kept, width=self._history)
 
     def _lengths(self, outputs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         """Return the lengths of a list, 0 without it, int64 [rows]."""
@@ -223,24 +399,8 @@ class NextItemNetwork(nn.Module, ABC):
             ids = outputs[f"ids_{self._feature}"][:0]
         return ItemNumbers.of_lists(self._candidates.numbers(ids), self._lengths(outputs, name))
 
-    @staticmethod
-    def _padded(
-        values: torch.Tensor, lengths: torch.Tensor, width: int, *, drop_last: bool = False
-    ) -> torch.Tensor:
-        """Convert lists [ids, ...] to [rows, width, ...], with zeros after the end of each list."""
-        place = torch.arange(width, device=lengths.device)
-        starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
-        is_inside = place < (lengths - int(drop_last)).unsqueeze(1)
-        # Places after the end take a row of zeros behind the values
-        index = torch.where(is_inside, starts + place, values.shape[0])
-        filled = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-        return filled.index_select(0, index.flatten()).unflatten(0, (-1, width))
 
-    def _logits(
-        self, hidden: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the scores of all candidates, float32 [rows, candidates]. Rounded scores would
-        have ties, so ranks are computed from float32 products, whatever the precision of
-        training.
-        """
-        return (hidden.to(dtype) @ self._candidates.of_table(table).to(dtype).T).float()
+def _row_means(losses: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the mean of the losses of each row, 0 without any, float32 [count]."""
+    totals = losses.new_zeros(count).index_add(0, rows, losses)
+    return totals / torch.bincount(rows, minlength=count).clamp(min=1)

@@ -19,8 +19,9 @@ from torch.nn import functional
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.metrics.means import MeasureTotals, RowMetrics
+from rayrec.layers.sequence_blocks import ListPlaces
 from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
+from rayrec.metrics.means import MeasureTotals, RowMetrics
 from rayrec.models.base import CandidateRows, ModelInputs
 from rayrec.models.retrieval.sasrec import SASRec, SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTower, TwoTowerConfig
@@ -34,8 +35,10 @@ TABLE_ROWS = 10
 LISTS = ModelInputs(0, ("item",), lists=(("item", LENGTH),), candidates=(("item", CANDIDATES),))
 PAIRS = ModelInputs(1, ("user", "item", "kind"), candidates=(("item", CANDIDATES),))
 SMALL = SASRecConfig(
+    block="recbole",
     embedding_dim=8,
     hidden=12,
+    loss_mean="rows",
     dropout=0.0,
     k=3,
 )
@@ -212,11 +215,13 @@ def outputs_of(
 
 def states_of(network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor) -> torch.Tensor:
     """Return the state after each item, [rows, LENGTH, dim]."""
-    padded = torch.zeros(len(lists), LENGTH, table.shape[1])
-    for row, items in enumerate(lists):
-        padded[row, : len(items)] = table[list(items)]
+    lengths = torch.tensor([len(items) for items in lists])
+    places = ListPlaces(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
+    ids = torch.tensor([item for items in lists for item in items], dtype=torch.int64)
+    states = torch.zeros(len(lists), LENGTH, table.shape[1])
     with torch.no_grad():
-        return network.encode(padded, torch.tensor([len(items) for items in lists]))
+        encoded = network.encode(table[ids[places.item]], places)
+    return states.index_put((places.rows, places.place), encoded)
 
 
 BATCH = Batch({DENSE: torch.zeros(0, 0)}, 1.0)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import Counts
-from rayrec.data.encoding.known_categories import ENDS
+from rayrec.data.encoding.known_categories import ENDS, FREQUENCIES
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, VocabularyColumn, build_vocabulary
 from rayrec.data.encoding.rules import SparseColumn
@@ -84,8 +84,10 @@ def extend(
         sparse.append(column)
         tokens.append(vocabulary)
     ends = old.constants.get(ENDS, {})
+    # Those of all rows are unknown
+    kept = {name: value for name, value in old.constants.items() if name != FREQUENCIES}
     constants = {
-        **old.constants,
+        **kept,
         "rows": old.constants.get("rows", 0) + counts.rows,
         # Appended categories may be more frequent than earlier ids.
         ENDS: {
@@ -228,9 +230,10 @@ def with_id_tables(preprocessor: Preprocessor, rules: Preset, folder: str) -> Pr
     }
     sparse = tuple(columns[inputs.sparse[owner]][0] for owner in inputs.vocabulary_owners)
     tokens = np.concatenate([columns[name][1] for name in owners])
-    return replace(
-        preprocessor, sparse=sparse, tokens=tokens, constants={**preprocessor.constants, ENDS: {}}
-    )
+    constants = {
+        name: value for name, value in preprocessor.constants.items() if name != FREQUENCIES
+    }
+    return replace(preprocessor, sparse=sparse, tokens=tokens, constants={**constants, ENDS: {}})
 
 
 def _match_column(path: str, names: list[str]) -> str:

@@ -18,6 +18,10 @@ ENDS: Final = "frequency_ends"
 """Key in a Preprocessor's constants: for each sparse column, its number of tokens in at least 1, 2,
 10, 100, ... rows.
 """
+FREQUENCIES: Final = "frequencies"
+"""Key in the constants of a log without labels: for each sparse column, the occurrences of its
+tokens in id order, as runs [occurrences, number of tokens].
+"""
 UNKNOWN: Final = "(not in the vocabulary)"
 
 
@@ -29,6 +33,14 @@ def frequency_ends(amounts: np.ndarray) -> list[int]:
     rows of each token.
     """
     return list(takewhile(bool, (int(np.count_nonzero(amounts >= edge)) for edge in _EDGES)))
+
+
+def frequency_runs(amounts: np.ndarray) -> list[list[int]]:
+    """Return runs [amount, number of tokens] of falling amounts. Few: n occurrences have at most
+    sqrt(2 n) distinct ones.
+    """
+    distinct, counts = np.unique(amounts, return_counts=True)
+    return [[int(amount), int(count)] for amount, count in zip(distinct, counts, strict=True)][::-1]
 
 
 def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from rayrec.config import Config, InputError, packaged_json, suggest
 from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.encoder import Derivation, MultiHot
-from rayrec.data.encoding.known_categories import ENDS, frequency_ends
+from rayrec.data.encoding.known_categories import ENDS, FREQUENCIES, frequency_ends, frequency_runs
 from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.number_sample import QUANTILES
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -199,20 +199,20 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         )
     sparse: list[SparseColumn] = []
     vocabularies: list[np.ndarray] = []
-    ends: dict[str, list[int]] = {}
+    amounts: dict[str, np.ndarray] = {}
     for number, (name, owner) in enumerate(
         zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
     ):
         if owner != number:
             sparse.append(sparse[owner])
-            if inputs.sparse[owner] in ends:
-                ends[name] = ends[inputs.sparse[owner]]
+            if inputs.sparse[owner] in amounts:
+                amounts[name] = amounts[inputs.sparse[owner]]
             continue
         column, vocabulary = _sparse_column(preset, counts, number)
         sparse.append(column)
         vocabularies.append(vocabulary.tokens)
         if vocabulary.amounts is not None and column.has_unique_ids:
-            ends[name] = frequency_ends(vocabulary.amounts)
+            amounts[name] = vocabulary.amounts
     minimums = dict(sorted(counts.file_minimum.items()))
     return Preprocessor(
         preset=preset.name,
@@ -230,10 +230,22 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         constants={
             "rules": preset.to_dict(),
             "rows": counts.rows,
-            ENDS: ends,
+            ENDS: {name: frequency_ends(column) for name, column in amounts.items()},
+            **_frequencies(schema, amounts),
             **_quantiles(schema, counts),
         },
     )
+
+
+def _frequencies(
+    schema: Schema, amounts: dict[str, np.ndarray]
+) -> dict[str, dict[str, list[list[int]]]]:
+    """Return the constant with the frequencies of categories. Only retrieval models read it, which
+    train on logs without labels.
+    """
+    if schema.label is not None or schema.labels:
+        return {}
+    return {FREQUENCIES: {name: frequency_runs(column) for name, column in amounts.items()}}
 
 
 def _quantiles(schema: Schema, counts: Counts) -> dict[str, dict[str, list[float]]]:

@@ -1,99 +1,164 @@
-"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018), with a softmax
-over all items.
-"""
+"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Count
-from rayrec.layers.mlp import Precision, UninitializedLinear, init_values
+from rayrec.layers.mlp import Precision, UninitializedLinear, init_values, xavier_linear
+from rayrec.layers.sequence_blocks import (
+    ListPlaces,
+    attended,
+    joint_projection,
+    linear,
+    softmax_attention,
+    xavier_values,
+)
 from rayrec.models.base import ModelInputs
 from rayrec.models.next_item import NextItemConfig, NextItemNetwork
 
 _START_STD: Final = 0.02
-"""Standard deviation of the network's initial weights."""
-_EPS: Final = 1e-12
+"""Standard deviation of the initial weights of block recbole."""
+_RECBOLE_EPS: Final = 1e-12
 """Epsilon of layer norm, as in RecBole and BERT."""
+_LAST_EPS: Final = 1e-8
+"""Epsilon of the last layer norm, as in RecTools and the authors' code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SASRecConfig(NextItemConfig):
     """Causal attention that predicts each item of a list from the items before it."""
 
-    hidden: Count = 256
-    """Width of the feed-forward layers."""
+    EARLIER: ClassVar[Mapping[str, Any]] = {**NextItemConfig.EARLIER, "block": "recbole"}
+
+    block: Literal["rectools", "recbole"] = "rectools"
+    """Network: the authors' as in RecTools, with positions from the newest item (rectools), or
+    RecBole's, with layer norm behind attention and feed-forward layers, and positions from the
+    oldest item (recbole).
+    """
+    hidden: Count | None = None
+    """Width of the feed-forward layers. None: `embedding_dim`, and four times that in recbole."""
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        return SASRec(self, inputs, precision=precision)
+        network = RecBoleSASRec if self.block == "recbole" else SASRec
+        return network(self, inputs, precision=precision)
 
 
 class SASRec(NextItemNetwork):
+    """Blocks with layer norm of queries. Products have the precision's dtype."""
+
+    def __init__(self, config: SASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+        super().__init__(config, inputs, precision=precision)
+        dim = config.embedding_dim
+        self.positions = nn.Parameter(xavier_values(torch.empty(self._history, dim)))
+        self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(dim, eps=_LAST_EPS)
+
+    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+        hidden = items + self.positions[places.age]
+        hidden = functional.dropout(hidden, self._config.dropout, self.training)
+        for block in self.blocks:
+            hidden = block(hidden, places)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+
+class _Block(nn.Module):
+    """Block in which each place attends to itself and earlier places, [places, dim]."""
+
+    def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        dim = config.embedding_dim
+        hidden = config.hidden or dim
+        self.query_norm = nn.LayerNorm(dim)
+        self.query_key_value = xavier_linear(dim, 3 * dim)
+        self.mixed = xavier_linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.first = xavier_linear(dim, hidden)
+        self.second = xavier_linear(hidden, dim)
+        self._heads = config.attention_heads
+        self._dropout = config.dropout
+        self._dtype = dtype
+
+    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+        dropout = self._dropout if self.training else 0.0
+        query = self.query_norm(inputs)
+        mixed = attended(
+            places,
+            joint_projection(query, inputs, self.query_key_value, self._dtype),
+            heads=self._heads,
+            attention=softmax_attention(dropout),
+        )
+        hidden = self.norm(query + linear(mixed, self.mixed, self._dtype).float())
+        inner = linear(hidden, self.first, self._dtype, relu=True)
+        inner = functional.dropout(inner, dropout)
+        outer = linear(inner, self.second, self._dtype).float()
+        return hidden + functional.dropout(outer, dropout)
+
+
+class RecBoleSASRec(NextItemNetwork):
     """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the
     precision's dtype.
     """
 
     def __init__(self, config: SASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__(config, inputs, precision=precision)
-        self._dropout = config.dropout
+        # Earlier versions took all of a full list, although its last item had no target in training
+        self._history = self._length
         dim = config.embedding_dim
         self.positions = nn.Parameter(_init_normal(torch.empty(self._length - 1, dim)))
-        self.norm = nn.LayerNorm(dim, eps=_EPS)
-        self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(dim, eps=_RECBOLE_EPS)
+        self.blocks = nn.ModuleList(
+            _RecBoleBlock(config, dtype=self._dtype) for _ in range(config.blocks)
+        )
 
-    def encode(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        # The last position of a full list has no target in training, so it has no separate position
-        # embedding.
-        positions = torch.cat([self.positions, self.positions[-1:]])[: items.shape[1]]
-        hidden = functional.dropout(self.norm(items + positions), self._dropout, self.training)
+    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+        positions = self.positions[places.place.clamp(max=self._length - 2)]
+        hidden = functional.dropout(
+            self.norm(items + positions), self._config.dropout, self.training
+        )
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, places)
         return hidden
 
 
-class _Block(nn.Module):
-    """Block in which each place attends to itself and earlier places, [rows, places, dim]."""
+class _RecBoleBlock(nn.Module):
+    """Block in which each place attends to itself and earlier places, [places, dim]."""
 
     def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         dim = config.embedding_dim
+        hidden = config.hidden or 4 * dim
         self.query_key_value = _linear(dim, 3 * dim)
         self.mixed = _linear(dim, dim)
-        self.attention_norm = nn.LayerNorm(dim, eps=_EPS)
-        self.first = _linear(dim, config.hidden)
-        self.second = _linear(config.hidden, dim)
-        self.norm = nn.LayerNorm(dim, eps=_EPS)
+        self.attention_norm = nn.LayerNorm(dim, eps=_RECBOLE_EPS)
+        self.first = _linear(dim, hidden)
+        self.second = _linear(hidden, dim)
+        self.norm = nn.LayerNorm(dim, eps=_RECBOLE_EPS)
         self._heads = config.attention_heads
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            part.unflatten(2, (self._heads, -1)).transpose(1, 2)
-            for part in self._product(self.query_key_value, inputs).chunk(3, dim=2)
-        )
+    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
+        mixed = attended(
+            places,
+            joint_projection(inputs, inputs, self.query_key_value, self._dtype),
+            heads=self._heads,
+            attention=softmax_attention(dropout),
         )
-        hidden = self.attention_norm(
-            inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2)))
-        )
-        inner = functional.gelu(self._product(self.first, hidden))
-        return self.norm(hidden + self._dropped(self._product(self.second, inner)))
-
-    def _product(self, layer: UninitializedLinear, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.linear(
-            inputs.to(self._dtype), layer.weight.to(self._dtype), layer.bias.to(self._dtype)
-        )
-
-    def _dropped(self, values: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(values.float(), self._dropout, self.training)
+        mixed = linear(mixed, self.mixed, self._dtype).float()
+        hidden = self.attention_norm(inputs + functional.dropout(mixed, dropout))
+        inner = functional.gelu(linear(hidden, self.first, self._dtype))
+        outer = linear(inner, self.second, self._dtype).float()
+        normed: torch.Tensor = self.norm(hidden + functional.dropout(outer, dropout))
+        return normed
 
 
 def _linear(in_features: int, out_features: int) -> UninitializedLinear:

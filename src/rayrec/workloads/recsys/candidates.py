@@ -15,6 +15,7 @@ import pyarrow as pa
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
 from rayrec.data.encoded_rows import JaggedIds
+from rayrec.data.encoding.known_categories import FREQUENCIES
 from rayrec.data.encoding.number_sample import QUANTILES
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.logs.index import Block, SegmentRange
@@ -33,8 +34,24 @@ if TYPE_CHECKING:
 
 def model_inputs(preprocessor: Preprocessor) -> ModelInputs:
     """Return the inputs of a model for a Preprocessor's columns and tables."""
-    candidates = candidate_rows(preprocessor)
-    return ModelInputs.from_schema(preprocessor.inputs, candidates, bin_ends(preprocessor))
+    return ModelInputs.from_schema(
+        preprocessor.inputs,
+        candidates=candidate_rows(preprocessor),
+        bin_ends=bin_ends(preprocessor),
+        frequencies=frequencies(preprocessor),
+    )
+
+
+def frequencies(
+    preprocessor: Preprocessor,
+) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    """Return `ModelInputs.frequencies` of the columns whose categories were counted. Empty for
+    Preprocessors of earlier versions, extended ones, and logs with labels.
+    """
+    runs_of: dict[str, list[list[int]]] = preprocessor.constants.get(FREQUENCIES, {})
+    return tuple(
+        (name, tuple((amount, count) for amount, count in runs)) for name, runs in runs_of.items()
+    )
 
 
 def bin_ends(preprocessor: Preprocessor) -> tuple[tuple[float, ...], ...]:
@@ -97,6 +114,12 @@ def check_candidates(
             f"preset: each category of column {feature} must have a separate id, because "
             f"{type(model).__name__} predicts them. Leave out max_num_embeddings, num_embeddings "
             "and hashes."
+        )
+    if model.needs_frequencies() and inputs.shares_of(feature) is None:
+        raise InputError(
+            f"workload.model.loss: this loss needs the frequencies of column {feature}, which the "
+            "Preprocessor lacks. Build it again (`rayrec vocabulary`), or choose --workload.model."
+            "loss sampled."
         )
     count = inputs.candidates_of(feature).count
     k = getattr(model, "k", 0)

@@ -247,7 +247,9 @@ def tables_of(
         workload, config, model_inputs, placed, cost, full_tables=full_tables, num_workers=workers
     )
     batch_size = config.effective_batch_size(rows=rows, world_size=workers)
-    read_tables = full_tables if workload.model.TRAINS_ON_TABLES else {}
+    sample = workload.model.table_sample()
+    read_tables = full_tables if sample is None else dict.fromkeys(full_tables, sample)
+    read_tables = {} if sample == 0 else read_tables
     traffic = estimate_communication(
         placed,
         lookups_of(workload, model_inputs, hotness, tables=read_tables, rows=batch_size),

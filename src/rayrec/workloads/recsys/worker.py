@@ -33,7 +33,7 @@ from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data.encoding.clipping import ClipSum
-from rayrec.ingest.batches import ClickBatches
+from rayrec.ingest.batches import ClickBatches, SampledRows
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import MappedSource, TaskSource
@@ -46,7 +46,7 @@ from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import TrainLoader, WorkerContext, WorkerSetup
-from rayrec.workloads.recsys.candidates import bin_ends, candidate_rows
+from rayrec.workloads.recsys.candidates import bin_ends, candidate_rows, frequencies
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
@@ -178,8 +178,12 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config = context.config
     inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
-    candidates = candidate_rows(preprocessor)
-    model_inputs = ModelInputs.from_schema(inputs, candidates, bin_ends(preprocessor))
+    model_inputs = ModelInputs.from_schema(
+        inputs,
+        candidates=candidate_rows(preprocessor),
+        bin_ends=bin_ends(preprocessor),
+        frequencies=frequencies(preprocessor),
+    )
     clock = make_step_timer(context.device, measure=config.observe.times)
     learner = (_boosted if workload.model.BOOSTED else _sharded)(
         workload, context, prepared, model_inputs, clock
@@ -429,7 +433,7 @@ def _loader(
         if prepared.teacher and learns
         else None,
         unpooled=workload.unpooled(prepared.inputs),
-        tables=_full_tables(workload, prepared, learns=learns),
+        tables=_full_tables(workload, prepared, seed=context.config.seed, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
         watch_dense=prepared.training_clips.add if counts_clips else None,
     )
@@ -437,12 +441,22 @@ def _loader(
     return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)
 
 
-def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:
+def _full_tables(
+    workload: ClickSettings, prepared: Prepared, *, seed: int, learns: bool
+) -> dict[str, int | SampledRows]:
     """Return the rows that a step reads from each full table, by lookup key."""
-    inputs = ModelInputs.from_schema(prepared.inputs)
-    is_read = workload.model.TRAINS_ON_TABLES or not learns
+    preprocessor = prepared.preprocessor.get()
+    inputs = ModelInputs.from_schema(prepared.inputs, candidates=candidate_rows(preprocessor))
     rows_of = dict(zip(inputs.features, prepared.num_embeddings, strict=True))
-    return {table_key(name): rows_of[name] * is_read for name in workload.model.full_tables(inputs)}
+    sample = workload.model.table_sample() if learns else None
+    tables: dict[str, int | SampledRows] = {}
+    for name in workload.model.full_tables(inputs):
+        rows: int | SampledRows = rows_of[name]
+        if sample is not None:
+            candidates = inputs.candidates_of(name)
+            rows = SampledRows(candidates, rows_of[name], sample, seed)
+        tables[table_key(name)] = rows
+    return tables
 
 
 def is_mapped(order: BlockOrder) -> bool:

@@ -1,0 +1,227 @@
+"""Layers of networks over lists of items, without padding except in attention. Values of all lists
+lie in one tensor, [places, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rayrec.layers.mlp import init_values, linear_stack
+
+_GROUPS: Final = 4
+"""Maximum number of groups of lists in attention on a CPU. In each, lists are at most half as long
+as in the one before.
+"""
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of queries, keys and values, [lists, heads, places, width], that returns for each place
+a sum over the values up to it, of the values' shape.
+"""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Lists that are padded to one length. Positions count from the group's first place."""
+
+    places: slice
+    """Places of these lists."""
+    width: int
+    """Length of the longest list."""
+    position: torch.Tensor | None = None
+    """Position of each padded place's value, int64 [lists * width]. A place after the end of its
+    list has any. None if all lists have this length.
+    """
+    padded: torch.Tensor | None = None
+    """Position of each place in the padded lists, int64 [places]."""
+    is_inside: torch.Tensor | None = None
+    """Whether each padded place is in its list, bool [lists * width, 1]."""
+
+
+# Places of three lists of 2, 3 and 1 items, which begin at the items 4, 0 and 7:
+#
+#   rows       1 1 1 0 0 2     list of each place; longer lists are first
+#   place      0 1 2 0 1 0     number of places before it in its list
+#   age        2 1 0 1 0 0     number of places after it
+#   item       0 1 2 4 5 7     position of the place's item among all items
+#   last       4 2 5           last place of each list
+#
+# In an exported program, sizes may not depend on values, so that all lists are padded to the
+# maximum. Places after the end of a list repeat another item, and nothing reads their values.
+@final
+class ListPlaces:
+    """Places of lists, or of parts of them, each of at least one item."""
+
+    def __init__(self, starts: torch.Tensor, lengths: torch.Tensor, *, width: int) -> None:
+        """Create for lists whose first items have the positions `starts`, int64 [rows], with
+        `lengths` from 0 to `width`, int64 [rows].
+        """
+        if torch.compiler.is_compiling():
+            self._pad(starts, lengths, width)
+        else:
+            self._sort(starts, lengths, width)
+
+    def _pad(self, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
+        rows = torch.arange(starts.shape[0], device=starts.device)
+        place = torch.arange(width, device=starts.device)
+        ends = lengths.unsqueeze(1)
+        shape = (starts.shape[0], width)
+        self.rows = rows.unsqueeze(1).expand(shape).reshape(-1)
+        self.place = place.expand(shape).reshape(-1)
+        self.age = (ends - 1 - place).clamp(min=0).reshape(-1)
+        self.item = (starts.unsqueeze(1) + place * (place < ends)).reshape(-1)
+        self.last = rows * width + (lengths - 1).clamp(min=0)
+        self.groups = [_Group(slice(None), width)]
+
+    def _sort(self, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
+        order = lengths.argsort(descending=True, stable=True)
+        ordered = lengths[order]
+        ends = ordered.cumsum(0)
+        self.rows = order.repeat_interleave(ordered)
+        numbers = torch.arange(self.rows.shape[0], device=lengths.device)
+        self.place = numbers - (ends - ordered).repeat_interleave(ordered)
+        self.age = lengths[self.rows] - 1 - self.place
+        self.item = starts[self.rows] + self.place
+        self.last = torch.empty_like(order).index_put((order,), ends - 1)
+        self.groups = _groups(ordered)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """Return the attention of each place to the places of its list up to it, [places, heads *
+        width]. Queries, keys and values are [places, heads, width].
+        """
+        mixed = []
+        for group in self.groups:
+            parts = [_padded(part[group.places], group) for part in (query, key, value)]
+            of_group = attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1)
+            mixed.append(of_group if group.padded is None else _Joined.apply(of_group, group))
+        if not mixed:
+            return value.flatten(1)
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _padded(values: torch.Tensor, group: _Group) -> torch.Tensor:
+    """Return a group's values, [places, heads, width], as [lists, heads, places, width]."""
+    if group.position is not None:
+        values = _Padded.apply(values, group)
+    return values.unflatten(0, (-1, group.width)).transpose(1, 2)
+
+
+def _groups(lengths: torch.Tensor) -> list[_Group]:
+    """Divide falling lengths into groups, without lists of length 0."""
+    on_host = lengths.cpu()
+    longest = int(on_host[0]) if len(on_host) else 0
+    limits = [longest >> number for number in range(1, _GROUPS)]
+    # A group ends before the first list that is not longer than the next limit
+    ends = torch.searchsorted(-on_host, -torch.tensor([*limits, 0])).tolist()
+    groups = []
+    first = 0
+    for start, stop in pairwise([0, *ends]):
+        if start == stop:
+            continue
+        places = slice(first, first + int(on_host[start:stop].sum()))
+        groups.append(_group(lengths[start:stop], places, int(on_host[start])))
+        first = places.stop
+    return groups
+
+
+def _group(lengths: torch.Tensor, places: slice, width: int) -> _Group:
+    """Return the group of lists with these lengths, of at most `width`."""
+    if places.stop - places.start == len(lengths) * width:
+        return _Group(places, width)
+    place = torch.arange(width, device=lengths.device)
+    is_inside = place < lengths.unsqueeze(1)
+    first = (lengths.cumsum(0) - lengths).unsqueeze(1)
+    position = ((first + place) * is_inside).reshape(-1)
+    flat = is_inside.reshape(-1)
+    return _Group(places, width, position, flat.nonzero().squeeze(1), flat.unsqueeze(1))
+
+
+# Both directions of both are a selection of rows. torch's backward pass of a selection would add up
+# row by row.
+class _Padded(torch.autograd.Function):
+    """Padding of a group's values, [places, ...] to [lists * width, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: _Group) -> torch.Tensor:
+        ctx.group = group
+        return values[group.position]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient[ctx.group.padded], None
+
+
+class _Joined(torch.autograd.Function):
+    """Removal of padding, [lists * width, ...] to [places, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, group: _Group) -> torch.Tensor:
+        ctx.group = group
+        return padded[group.padded]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group = ctx.group
+        return gradient[group.position].mul_(group.is_inside), None
+
+
+def softmax_attention(dropout: float) -> Attention:
+    """Return causal attention whose weights are dropped with a probability."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+
+    return attend
+
+
+def linear(
+    inputs: torch.Tensor, layer: nn.Linear, dtype: torch.dtype, *, relu: bool = False
+) -> torch.Tensor:
+    """Return the layer's product with `inputs` [places, in_features], in the dtype."""
+    return linear_stack(inputs, [layer.weight, layer.bias], relus=(relu,), dtype=dtype)
+
+
+def joint_projection(
+    query: torch.Tensor, others: torch.Tensor, layer: nn.Linear, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return queries, keys and values side by side, [places, 3 * dim], the queries from `query` and
+    keys and values from `others`, [places, dim] both.
+    """
+    if query is others:
+        return linear(query, layer, dtype)
+    dim = query.shape[1]
+    parts = (slice(0, dim), slice(dim, None))
+    return torch.cat(
+        [
+            linear_stack(
+                inputs, [layer.weight[part], layer.bias[part]], relus=(False,), dtype=dtype
+            )
+            for inputs, part in zip((query, others), parts, strict=True)
+        ],
+        dim=1,
+    )
+
+
+def attended(
+    places: ListPlaces, projected: torch.Tensor, *, heads: int, attention: Attention
+) -> torch.Tensor:
+    """Return the attention of queries, keys and values that are side by side, [places, 3 * dim], as
+    [places, dim].
+    """
+    query, key, value = projected.unflatten(1, (3, heads, -1)).unbind(1)
+    return places.attend(query, key, value, attention)
+
+
+def xavier_values(values: torch.Tensor) -> torch.Tensor:
+    """Fill with Xavier normal values in place, and return the tensor."""
+    return init_values(values, nn.init.xavier_normal_)
