@@ -184,6 +184,27 @@ def softmax_attention(dropout: float) -> Attention:
     return attend
 
 
+def silu_attention(bias: torch.Tensor | None, *, max_length: int) -> Attention:
+    """Return causal attention that weights values by SiLU(score) / max_length, without a softmax.
+    `bias`: constant of each distance between places, [max_length], that is added to the score.
+    """
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = query @ key.transpose(2, 3)
+        if bias is not None:
+            scores = scores + by_distance(bias, scores.shape[2])
+        weights = (functional.silu(scores) / max_length).tril()
+        return weights.to(value.dtype) @ value
+
+    return attend
+
+
+def by_distance(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the value of the distance of each place to each place up to it, [width, width]."""
+    place = torch.arange(width, device=values.device)
+    return values[(place.unsqueeze(1) - place).clamp(min=0)]
+
+
 def linear(
     inputs: torch.Tensor, layer: nn.Linear, dtype: torch.dtype, *, relu: bool = False
 ) -> torch.Tensor:
@@ -220,6 +241,11 @@ def attended(
     """
     query, key, value = projected.unflatten(1, (3, heads, -1)).unbind(1)
     return places.attend(query, key, value, attention)
+
+
+def normal_values(values: torch.Tensor, std: float = 0.02) -> torch.Tensor:
+    """Fill with normal values in place, and return the tensor."""
+    return init_values(values, lambda tensor: nn.init.normal_(tensor, std=std))
 
 
 def xavier_values(values: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,13 @@ from rayrec.layers.sequence_blocks import (
     attended,
     joint_projection,
     linear,
+    normal_values,
     softmax_attention,
     xavier_values,
 )
 from rayrec.models.base import ModelInputs
 from rayrec.models.next_item import NextItemConfig, NextItemNetwork
 
-_START_STD: Final = 0.02
-"""Standard deviation of the initial weights of block recbole."""
 _RECBOLE_EPS: Final = 1e-12
 """Epsilon of layer norm, as in RecBole and BERT."""
 _LAST_EPS: Final = 1e-8
@@ -112,7 +111,7 @@ class RecBoleSASRec(NextItemNetwork):
         # Earlier versions took all of a full list, although its last item had no target in training
         self._history = self._length
         dim = config.embedding_dim
-        self.positions = nn.Parameter(_init_normal(torch.empty(self._length - 1, dim)))
+        self.positions = nn.Parameter(normal_values(torch.empty(self._length - 1, dim)))
         self.norm = nn.LayerNorm(dim, eps=_RECBOLE_EPS)
         self.blocks = nn.ModuleList(
             _RecBoleBlock(config, dtype=self._dtype) for _ in range(config.blocks)
@@ -163,10 +162,6 @@ class _RecBoleBlock(nn.Module):
 
 def _linear(in_features: int, out_features: int) -> UninitializedLinear:
     layer = UninitializedLinear(in_features, out_features)
-    _init_normal(layer.weight)
+    normal_values(layer.weight)
     init_values(layer.bias, nn.init.zeros_)
     return layer
-
-
-def _init_normal(values: torch.Tensor) -> torch.Tensor:
-    return init_values(values, lambda tensor: nn.init.normal_(tensor, std=_START_STD))
