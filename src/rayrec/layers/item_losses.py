@@ -4,6 +4,7 @@ batch. The score of an item is the dot product of its vector and the target's st
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ _TILE: Final = 256
 """Number of targets whose scores are computed at once, few enough to stay in cache."""
 _MAX_KEPT: Final = 1 << 26
 """Maximum number of scores that are kept for the backward pass. More are computed again."""
+_LOG2_E: Final = math.log2(math.e)
+"""Factor from natural to binary logarithms, whose exponential takes a third of the time."""
 _EPS: Final = 1e-10
 """Bound of probabilities in `gbce`, as in gSASRec."""
 
@@ -254,7 +257,7 @@ class _LogSumExp(torch.autograd.Function):
         hits: Hits | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        scores = _Scores(states.to(dtype), items.to(dtype), offsets, hits)
+        scores = _Scores((states * _LOG2_E).to(dtype), items.to(dtype), offsets, hits)
         result = states.new_full((len(states),), -torch.inf, dtype=_wide(dtype))
         totals = torch.zeros_like(result)
         keeps = len(states) * len(items) <= _MAX_KEPT
@@ -263,7 +266,7 @@ class _LogSumExp(torch.autograd.Function):
             for tile in _tiles(len(states)):
                 exponents, largest = scores.exponents(tile)
                 totals[tile] = exponents.sum(1)
-                result[tile] = totals[tile].log() + largest
+                result[tile] = totals[tile].log() + largest / _LOG2_E
                 kept.append(exponents if keeps else None)
         ctx.scores = scores
         ctx.kept = kept
@@ -287,7 +290,8 @@ class _LogSumExp(torch.autograd.Function):
             weights = exponents.mul_(scale[tile].unsqueeze(1)).to(scores.items.dtype)
             for_states[tile] = _product(weights, scores.items.T)
             for_items += _product(scores.states[tile].T, weights.T).T
-        return for_states.to(states.dtype), for_items.to(items.dtype), None, None, None
+        # The states of the scores are scaled
+        return for_states.to(states.dtype), (for_items / _LOG2_E).to(items.dtype), None, None, None
 
 
 class _Scores:
@@ -306,19 +310,19 @@ class _Scores:
         self._hits = hits
 
     def exponents(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return exp(score - largest), 0 for hits, [tile, items], and the largest score of each
-        target, [tile].
+        """Return 2^(score - largest), 0 for hits, [tile, items], and the largest score of each
+        target, [tile]. Scores are logarithms to base 2.
         """
         scores = _product(self.states[tile], self.items).to(_wide(self.states.dtype))
         if self._offsets is not None:
-            scores += self._offsets
+            scores += self._offsets * _LOG2_E
         if self._hits is not None:
             targets, items = self._hits
             bounds = torch.searchsorted(targets, targets.new_tensor([tile.start, tile.stop]))
             hits = slice(*bounds.tolist())
             scores[targets[hits] - tile.start, items[hits]] = -torch.inf
         largest = scores.amax(1).clamp(min=torch.finfo(scores.dtype).min)
-        return scores.sub_(largest.unsqueeze(1)).exp_(), largest
+        return scores.sub_(largest.unsqueeze(1)).exp2_(), largest
 
 
 def _tiles(count: int) -> list[slice]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -19,6 +20,11 @@ _GROUPS: Final = 4
 """Maximum number of groups of lists in attention on a CPU. In each, lists are at most half as long
 as in the one before.
 """
+
+_LEVELS: Final = 1 << 16
+"""Number of probabilities of dropout on the CPU."""
+_MAX_SEED: Final = (1 << 63) - 1
+"""Maximum seed of dropout on the CPU."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of queries, keys and values, [lists, heads, places, width], that returns for each place
@@ -177,11 +183,34 @@ def softmax_attention(dropout: float) -> Attention:
     """Return causal attention whose weights are dropped with a probability."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
-        )
+        if not dropout or not query.is_cpu:
+            return functional.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True
+            )
+        width = query.shape[2]
+        is_later = torch.ones(width, width, dtype=torch.bool).triu(1)
+        scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
+        weights = scores.masked_fill_(is_later, -torch.inf).softmax(3)
+        return dropped(weights, dropout) @ value
 
     return attend
+
+
+# torch draws a number of 64 bits by Mersenne Twister for each value, which takes as long as several
+# layers.
+def dropped(values: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return `torch.nn.functional.dropout` in training. On the CPU, probabilities are multiples of
+    1 / 65,536, and random numbers follow from torch's generator.
+    """
+    if not probability:
+        return values
+    if not values.is_cpu:
+        return functional.dropout(values, probability)
+    threshold = round(probability * _LEVELS)
+    generator = np.random.Generator(np.random.SFC64(int(torch.randint(_MAX_SEED, ()))))
+    is_kept = generator.integers(0, _LEVELS, tuple(values.shape), np.uint16) >= threshold
+    factors = torch.from_numpy(is_kept).to(values.dtype).mul_(_LEVELS / (_LEVELS - threshold))
+    return values * factors
 
 
 def silu_attention(bias: torch.Tensor | None, *, max_length: int) -> Attention:

@@ -19,7 +19,7 @@ from rayrec.layers import item_losses
 from rayrec.layers.item_losses import own_items
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, compute_dtype
-from rayrec.layers.sequence_blocks import ListPlaces
+from rayrec.layers.sequence_blocks import ListPlaces, dropped
 from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs, table_key
 from rayrec.models.heads import Head, ItemsHead
@@ -176,6 +176,10 @@ class NextItemNetwork(nn.Module, ABC):
         """Return the state after each item of the lists, float32 [places, dim], from the items'
         embeddings, float32 [places, dim].
         """
+
+    def dropped(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values with dropout, in training."""
+        return dropped(values, self._config.dropout if self.training else 0.0)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the items' embeddings `values` [ids, dim], their sum with those of aligned lists

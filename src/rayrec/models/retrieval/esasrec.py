@@ -16,6 +16,7 @@ from rayrec.layers.mlp import Precision, xavier_linear
 from rayrec.layers.sequence_blocks import (
     ListPlaces,
     attended,
+    dropped,
     joint_projection,
     linear,
     softmax_attention,
@@ -48,7 +49,7 @@ class ESASRec(NextItemNetwork):
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         hidden = items + self.positions[places.age]
-        hidden = functional.dropout(hidden, self._config.dropout, self.training)
+        hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)
         return hidden
@@ -86,10 +87,10 @@ class _Block(nn.Module):
             heads=self._heads,
             attention=softmax_attention(dropout),
         )
-        mixed = functional.dropout(linear(mixed, self.mixed, dtype), dropout)
+        mixed = dropped(linear(mixed, self.mixed, dtype), dropout)
         hidden = inputs + linear(inputs, self.attention_gate, dtype).sigmoid() * mixed
         normed = self.norm(hidden)
         inner = functional.silu(linear(normed, self.first, dtype))
-        inner = functional.dropout(inner * linear(normed, self.factor, dtype), dropout)
-        outer = functional.dropout(linear(inner, self.second, dtype), dropout)
+        inner = dropped(inner * linear(normed, self.factor, dtype), dropout)
+        outer = dropped(linear(inner, self.second, dtype), dropout)
         return hidden + linear(hidden, self.gate, dtype).sigmoid() * outer

@@ -19,6 +19,7 @@ from rayrec.layers.sequence_blocks import (
     ListPlaces,
     attended,
     by_distance,
+    dropped,
     linear,
     normal_values,
     silu_attention,
@@ -58,7 +59,7 @@ class FuXi(NextItemNetwork):
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         hidden = items * self._scale + self.positions[places.age]
-        hidden = functional.dropout(hidden, self._config.dropout, self.training)
+        hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)
         return hidden
@@ -93,9 +94,9 @@ class _Block(nn.Module):
             places, joint[:, 2 * dim :], heads=self._heads, attention=_channels(self.distances)
         )
         gated = joint[:, : 2 * dim] * functional.rms_norm(mixed.float(), (2 * dim,), eps=_EPS)
-        gated = functional.dropout(gated, dropout)
+        gated = dropped(gated, dropout)
         hidden = inputs + linear(gated, self.mixed, dtype).float()
-        normed = functional.dropout(functional.rms_norm(hidden, (dim,), eps=_EPS), dropout)
+        normed = dropped(functional.rms_norm(hidden, (dim,), eps=_EPS), dropout)
         inner = functional.silu(linear(normed, self.first, dtype))
         inner = inner * linear(normed, self.factor, dtype)
         return hidden + linear(inner, self.second, dtype).float()

@@ -15,6 +15,7 @@ from rayrec.layers.mlp import Precision, UninitializedLinear, xavier_linear
 from rayrec.layers.sequence_blocks import (
     ListPlaces,
     attended,
+    dropped,
     linear,
     normal_values,
     silu_attention,
@@ -52,7 +53,7 @@ class HSTU(NextItemNetwork):
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         hidden = items * self._scale + self.positions[places.age]
-        hidden = functional.dropout(hidden, self._config.dropout, self.training)
+        hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)
         return hidden
@@ -83,5 +84,5 @@ class _Block(nn.Module):
             attention=silu_attention(self.distances, max_length=len(self.distances)),
         )
         gated = joint[:, : shape[0]] * functional.layer_norm(mixed.float(), shape, eps=_EPS)
-        gated = functional.dropout(gated, self._dropout, self.training)
+        gated = dropped(gated, self._dropout if self.training else 0.0)
         return inputs + linear(gated, self.mixed, self._dtype).float()

@@ -15,6 +15,7 @@ from rayrec.layers.mlp import Precision, UninitializedLinear, init_values, xavie
 from rayrec.layers.sequence_blocks import (
     ListPlaces,
     attended,
+    dropped,
     joint_projection,
     linear,
     normal_values,
@@ -61,7 +62,7 @@ class SASRec(NextItemNetwork):
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         hidden = items + self.positions[places.age]
-        hidden = functional.dropout(hidden, self._config.dropout, self.training)
+        hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)
         normed: torch.Tensor = self.norm(hidden)
@@ -96,9 +97,9 @@ class _Block(nn.Module):
         )
         hidden = self.norm(query + linear(mixed, self.mixed, self._dtype).float())
         inner = linear(hidden, self.first, self._dtype, relu=True)
-        inner = functional.dropout(inner, dropout)
+        inner = dropped(inner, dropout)
         outer = linear(inner, self.second, self._dtype).float()
-        return hidden + functional.dropout(outer, dropout)
+        return hidden + dropped(outer, dropout)
 
 
 class RecBoleSASRec(NextItemNetwork):
@@ -119,9 +120,7 @@ class RecBoleSASRec(NextItemNetwork):
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
         positions = self.positions[places.place.clamp(max=self._length - 2)]
-        hidden = functional.dropout(
-            self.norm(items + positions), self._config.dropout, self.training
-        )
+        hidden = self.dropped(self.norm(items + positions))
         for block in self.blocks:
             hidden = block(hidden, places)
         return hidden
@@ -153,10 +152,10 @@ class _RecBoleBlock(nn.Module):
             attention=softmax_attention(dropout),
         )
         mixed = linear(mixed, self.mixed, self._dtype).float()
-        hidden = self.attention_norm(inputs + functional.dropout(mixed, dropout))
+        hidden = self.attention_norm(inputs + dropped(mixed, dropout))
         inner = functional.gelu(linear(hidden, self.first, self._dtype))
         outer = linear(inner, self.second, self._dtype).float()
-        normed: torch.Tensor = self.norm(hidden + functional.dropout(outer, dropout))
+        normed: torch.Tensor = self.norm(hidden + dropped(outer, dropout))
         return normed
 
 
