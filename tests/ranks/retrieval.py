@@ -10,7 +10,9 @@ from torch import distributed
 
 from rayrec.batch import Batch
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
-from rayrec.ingest.batches import BatchSlicer
+from rayrec.data.encoding.known_categories import FREQUENCIES
+from rayrec.ingest.batches import BatchSlicer, SampledRows
+from rayrec.models.base import CandidateRows
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTowerConfig
 from rayrec.workloads.base import TrainConfig
@@ -33,6 +35,14 @@ SASREC = SASRecConfig(
     blocks=1,
     dropout=0.0,
 )
+MODELS = {
+    "two_tower": TWO_TOWER,
+    "sasrec": SASREC,
+    "sampled": SASREC.replace(loss="sampled", negatives=7),
+    "in_batch": SASREC.replace(loss="in_batch"),
+    "mixed": SASREC.replace(loss="mixed", negatives=3),
+    "rows": SASREC.replace(loss_mean="rows"),
+}
 
 
 def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,10 +53,12 @@ def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:
     return chance.integers(0, USERS, ROWS[step]), item
 
 
-def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
+def _batch(model: Any, schema: Any, step: int, rank: int, size: int) -> Batch:
     own = slice(rank, None, size)
     rows = ROWS[step]
-    tables = {"table:item": ITEMS if schema is LISTS else 0}
+    sample = model.table_sample()
+    sampled = SampledRows(CandidateRows(), ITEMS, sample or 0, seed=0)
+    tables = {"table:item": ITEMS if sample is None else sampled}
     if schema is LISTS:
         chance = np.random.default_rng(step)
         lists = [chance.integers(0, ITEMS, chance.integers(1, 6)) for _ in range(rows)][own]
@@ -57,26 +69,27 @@ def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
     count = len(range(rows)[own])
     encoded = EncodedRows(np.empty((count, 0), np.float32), ids)
     return BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables).take(
-        count, loss_weight=size / rows
+        count, loss_weight=size / rows, first_row=sum(ROWS[:step])
     )
 
 
 def train(folder: str, rank: int) -> None:
-    """Save FOLDER/NAME_SIZE/start and, after the steps, FOLDER/NAME_SIZE/end of both models."""
+    """Save FOLDER/NAME_SIZE/start and, after the steps, FOLDER/NAME_SIZE/end of all models."""
     logging.disable(logging.WARNING)
     size = distributed.get_world_size()
-    for name, model, schema, tables in (
-        ("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]),
-        ("sasrec", SASREC, LISTS, [ITEMS]),
-    ):
+    for name, model in MODELS.items():
+        schema = PAIRS if model is TWO_TOWER else LISTS
+        tables = [USERS, ITEMS] if model is TWO_TOWER else [ITEMS]
         workload = ClickWorkload(schema=schema, model=model, **click.SGD)
         config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size).replace(
             scaling={"num_workers": size}
         )
-        setup = workload.set_up(click.context(config, rank, size), click.prepared(tables, schema))
+        prepared = click.prepared(tables, schema)
+        prepared.preprocessor.get().constants[FREQUENCIES] = {"item": [[3, 4], [1, ITEMS - 4]]}
+        setup = workload.set_up(click.context(config, rank, size), prepared)
         setup.model.train()
         click.train_batches(
             f"{folder}/{name}_{size}",
             setup,
-            [_batch(schema, step, rank, size) for step in range(len(ROWS))],
+            [_batch(model, schema, step, rank, size) for step in range(len(ROWS))],
         )

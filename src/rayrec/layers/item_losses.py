@@ -53,7 +53,7 @@ def full_softmax(
         positives: Number of each target's item, int64 [targets].
         dtype: Type of products. float64 returns float64.
     """
-    scores = dots(states, items[positives], dtype=dtype)
+    scores = dots(states, items.index_select(0, positives), dtype=dtype)
     return log_sum_exp(states, items, dtype=dtype) - scores
 
 
@@ -278,7 +278,8 @@ class _LogSumExp(torch.autograd.Function):
         states, items, totals = ctx.saved_tensors
         scores = ctx.scores
         for_states = torch.zeros_like(scores.states)
-        for_items = torch.zeros_like(items, dtype=totals.dtype)
+        # As the products are laid out
+        for_items = totals.new_zeros(items.shape[1], items.shape[0])
         # Sums are 0 if no item counts
         scale = gradient / totals.clamp(min=torch.finfo(totals.dtype).tiny)
         kept = ctx.kept
@@ -289,9 +290,15 @@ class _LogSumExp(torch.autograd.Function):
                 exponents, _ = scores.exponents(tile)
             weights = exponents.mul_(scale[tile].unsqueeze(1)).to(scores.items.dtype)
             for_states[tile] = _product(weights, scores.items.T)
-            for_items += _product(scores.states[tile].T, weights.T).T
+            for_items += _product(scores.states[tile].T, weights.T)
         # The states of the scores are scaled
-        return for_states.to(states.dtype), (for_items / _LOG2_E).to(items.dtype), None, None, None
+        return (
+            for_states.to(states.dtype),
+            (for_items.T / _LOG2_E).to(items.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _Scores:

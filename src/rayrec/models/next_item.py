@@ -216,7 +216,7 @@ class NextItemNetwork(nn.Module, ABC):
         # The next item of the list, which is not among the places
         targets = places.item + 1
         is_known = numbers[targets] >= 0
-        states = self.encode(outputs["inputs"][places.item], places)[is_known]
+        states = self.encode(outputs["inputs"].index_select(0, places.item), places)[is_known]
         rows = places.rows[is_known]
         losses = self._losses(self._scaled(states), targets[is_known], outputs)
         num_rows = len(outputs[f"lengths_{self._feature}"])
@@ -238,7 +238,7 @@ class NextItemNetwork(nn.Module, ABC):
             numbers = self._candidates.numbers(ids)
             vectors = self.item_vectors(outputs)
             return item_losses.full_softmax(states, vectors, numbers, dtype=self._dtype)
-        positives = self._unit(outputs["values"][targets])
+        positives = self._unit(outputs["values"].index_select(0, targets))
         if self._config.loss in _FROM_BATCH:
             return self._corrected(states, positives, ids, outputs)
         sample = outputs["sample"]
@@ -283,9 +283,8 @@ class NextItemNetwork(nn.Module, ABC):
             order = order[torch.arange(most, device=order.device) * len(order) // most]
         pool_ids = torch.cat([all_ids[order], outputs["sample"]])
         pool = torch.cat([all_vectors[order], self._unit(outputs["table"])])
-        numbers = self._candidates.numbers(pool_ids)
         shares = item_losses.mixed_shares(
-            self.shares,
+            self._frequencies(torch.cat([pool_ids, ids])),
             from_batch=len(order),
             uniform=len(outputs["sample"]),
             num_items=max(1, len(self.shares)),
@@ -295,10 +294,16 @@ class NextItemNetwork(nn.Module, ABC):
             positives,
             pool,
             hits=own_items(ids, pool_ids),
-            shares=shares[numbers],
-            positive_shares=shares[self._candidates.numbers(ids)],
+            shares=shares[: len(pool)],
+            positive_shares=shares[len(pool) :],
             dtype=self._dtype,
         )
+
+    def _frequencies(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the share of each item in all occurrences of items, float32 [ids]."""
+        if not len(self.shares):  # In a forecast, which has no counts
+            return torch.full(ids.shape, 1 / (len(ids) + 1), device=ids.device)
+        return self.shares[self._candidates.numbers(ids)]
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         """Return `rank_measures` of each row's targets among all known items, or of the list's last
@@ -369,7 +374,7 @@ class NextItemNetwork(nn.Module, ABC):
         places = self._places(outputs, dropped=dropped, fill=True)
         # A row of zeros before the embeddings
         filled = torch.cat([inputs.new_zeros(1, inputs.shape[1]), inputs])
-        states = self.encode(filled[places.item + 1], places)
+        states = self.encode(filled.index_select(0, places.item + 1), places)
         return self._scaled(states[places.last])
 
     def _places(

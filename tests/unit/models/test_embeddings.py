@@ -353,7 +353,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(Checkpoint(str(folder)), "model."))
 
 
-@pytest.mark.parametrize("name", ["two_tower", "sasrec"])
+@pytest.mark.parametrize("name", retrieval.MODELS)
 def test_retrieval_with_two_workers_matches_one(name: str, trained: Path) -> None:
     alone, together = (_weights(trained / f"{name}_{size}" / "end") for size in (1, 2))
     start = _weights(trained / f"{name}_1" / "start")

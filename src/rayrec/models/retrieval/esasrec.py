@@ -48,7 +48,7 @@ class ESASRec(NextItemNetwork):
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items + self.positions[places.age]
+        hidden = items + self.positions.index_select(0, places.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)

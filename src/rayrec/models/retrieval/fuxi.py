@@ -58,7 +58,7 @@ class FuXi(NextItemNetwork):
         self._scale = math.sqrt(dim)
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items * self._scale + self.positions[places.age]
+        hidden = items * self._scale + self.positions.index_select(0, places.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)

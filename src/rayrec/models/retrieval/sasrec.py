@@ -61,7 +61,7 @@ class SASRec(NextItemNetwork):
         self.norm = nn.LayerNorm(dim, eps=_LAST_EPS)
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items + self.positions[places.age]
+        hidden = items + self.positions.index_select(0, places.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
             hidden = block(hidden, places)
@@ -119,7 +119,7 @@ class RecBoleSASRec(NextItemNetwork):
         )
 
     def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        positions = self.positions[places.place.clamp(max=self._length - 2)]
+        positions = self.positions.index_select(0, places.place.clamp(max=self._length - 2))
         hidden = self.dropped(self.norm(items + positions))
         for block in self.blocks:
             hidden = block(hidden, places)
