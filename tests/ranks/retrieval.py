@@ -85,7 +85,9 @@ def train(folder: str, rank: int) -> None:
             scaling={"num_workers": size}
         )
         prepared = click.prepared(tables, schema)
-        prepared.preprocessor.get().constants[FREQUENCIES] = {"item": [[3, 4], [1, ITEMS - 4]]}
+        if model is not TWO_TOWER:
+            runs = {"item": [[3, 4], [1, ITEMS - 4]]}
+            prepared.preprocessor.get().constants[FREQUENCIES] = runs
         setup = workload.set_up(click.context(config, rank, size), prepared)
         setup.model.train()
         click.train_batches(

@@ -35,7 +35,7 @@ from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
-from rayrec.ingest.batches import BatchSlicer, ClickBatches
+from rayrec.ingest.batches import BatchSlicer, ClickBatches, SampledRows
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import (
@@ -46,6 +46,7 @@ from rayrec.ingest.stream import (
     TaskSource,
     encoded_block,
 )
+from rayrec.models.base import CandidateRows
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import stop_monitor
@@ -331,6 +332,57 @@ def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int
             sum(block_range.rows for _, block_range in plan.block_ranges(plan.steps))
             == shares[:, rank].sum()
         )
+
+
+def test_first_row_of_step_is_equal_for_all_workers_and_resumes(prepared: Prepared) -> None:
+    order = order_of(prepared[0])
+    rows = []
+    for world_size in (1, 2, 3):
+        plan = order.plan(Position(), BatchSharding(0, world_size, 60 // world_size))
+        rows.append([plan.first_row(step) for step in range(plan.steps)])
+    assert rows[0] == rows[1] == rows[2] == list(range(0, ROWS, 60))
+    stopped = order.plan(Position(), BatchSharding(0, 1, 60)).position_at(3)
+    for world_size in (1, 2):
+        plan = order.plan(stopped, BatchSharding(0, world_size, 60 // world_size))
+        assert plan.first_row(1) == 4 * 60
+
+
+@pytest.mark.parametrize(
+    ("candidates", "allowed"),
+    [
+        pytest.param(CandidateRows(2, 7), [2, 3, 4, 5, 6], id="range"),
+        pytest.param(CandidateRows(2, 7, gap=4), [2, 3, 5, 6], id="gap"),
+        pytest.param(CandidateRows(5), [5, 6, 7, 8], id="to the end"),
+    ],
+)
+def test_sampled_rows_are_candidates_by_seed_and_step(
+    candidates: CandidateRows, allowed: list[int]
+) -> None:
+    rows = SampledRows(candidates, 9, 1000, seed=3)
+    ids = rows.ids(1, 60)
+    assert (ids.dtype, np.unique(ids).tolist()) == (np.int32, allowed)
+    assert np.bincount(ids)[allowed].min() > 700 / len(allowed)
+    np.testing.assert_array_equal(SampledRows(candidates, 9, 1000, seed=3).ids(1, 60), ids)
+    for other in (rows.ids(1, 61), rows.ids(2, 60), dataclasses.replace(rows, seed=4).ids(1, 60)):
+        assert not np.array_equal(other, ids)
+
+
+def test_slicer_draws_sampled_rows_for_each_step() -> None:
+    inputs = Schema(
+        label=None,
+        sparse=("item",),
+        lists=("item",),
+        tokens="any",
+    )
+    lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
+    rows = EncodedRows(np.empty((2, 0), np.float32), [lists])
+    sample = SampledRows(CandidateRows(2, 9), 9, 4, seed=0)
+    slicer = BatchSlicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": sample})
+    for first_row in (0, 1):
+        batch = slicer.take(1, loss_weight=1.0, epoch=2, first_row=first_row)
+        assert batch.sequence_features is not None
+        drawn = batch.sequence_features["table:item"].values().tolist()
+        assert drawn == sample.ids(2, first_row).tolist()
 
 
 def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:

@@ -5,6 +5,7 @@ precision.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -626,6 +627,29 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
         )
     assert network.item_counts.sum() == 1000
     torch.testing.assert_close(network.loss(outputs, BATCH), losses)
+
+
+def test_two_towers_use_known_frequencies() -> None:
+    known = replace(PAIRS, frequencies=(("item", ((3, 3), (1, 4))),))
+    network = randomized(network_of(TOWERS, known)).train()
+    rows, tables = tower_rows(40)
+    outputs = tower_outputs(network, rows, tables)
+    item = torch.from_numpy(rows[:, 1])
+    counts = torch.tensor([1, 1, 3, 3, 3, 1, 1, 1, 1, 1])[item].double()
+    logits = outputs["user"].double() @ outputs["item"].double().T
+    logits = logits / TOWERS.temperature - (counts / 13).log()
+    losses = network.loss(outputs, BATCH)
+    for row in range(len(rows)):
+        if not 2 <= item[row] < 9:
+            continue
+        others = [
+            other for other in range(len(rows)) if 2 <= item[other] < 9 and item[other] != item[row]
+        ]
+        own = logits[row, [row, *others]]
+        expected = (own.logsumexp(0) - own[0]).item()
+        assert losses[row].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert network.item_counts.sum() == 0
+    assert "shares" not in network.state_dict()
 
 
 def test_two_towers_training_counts_items_of_all_steps() -> None:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from rayrec.batch import Batch
 
 _BUCKETS: Final = 1 << 16
-"""Number of item counters. Items share one if their ids are equal modulo this."""
+"""Number of item counters, for Preprocessors without frequencies. Items share one if their ids are
+equal modulo this.
+"""
 _DECAY: Final = 0.99
 """Factor of the counters in each step."""
 
@@ -119,6 +121,7 @@ class TwoTower(nn.Module):
     """Two MLPs with outputs of norm 1."""
 
     item_counts: torch.Tensor
+    shares: torch.Tensor
 
     def __init__(
         self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision
@@ -137,7 +140,11 @@ class TwoTower(nn.Module):
 
         self.user_tower = tower(inputs.num_dense + len(self._users) * dim, config.user_tower)
         self.item_tower = tower(len(self._items) * dim, config.item_tower)
+        # For items without known frequencies. Saved, as in earlier versions
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
+        shares = inputs.shares_of(self._items[0])
+        unknown = torch.empty(0, device="cpu")
+        self.register_buffer("shares", unknown if shares is None else shares, persistent=False)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return vectors `user` and `item` [rows, vector], the item's `ids` [rows], and the item
@@ -231,9 +238,13 @@ class TwoTower(nn.Module):
         )
 
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of each item's share of recent rows and the step's, equal on all
-        workers, float32 [ids]. In an evaluation, the step does not count for later ones.
+        """Return the logarithm of each item's share of the training rows, equal on all workers,
+        float32 [ids]. If the Preprocessor has none, of recent rows and the step's. In an
+        evaluation, the step does not count for later ones.
         """
+        if len(self.shares):
+            # Reserved ids, with any value, are no candidates
+            return self.shares[self._candidates.numbers(ids).clamp(min=0)].log()
         if not len(ids):
             return self.item_counts.new_zeros(0)
         bucket = ids % _BUCKETS

@@ -20,7 +20,12 @@ from builders.torchrec_scripts import torchrec_criteo, write_npy
 from rayrec.data.encoding import presets
 from rayrec.data.encoding.encoder import MLPERF_SIZES, Derivation, MultiHot
 from rayrec.data.encoding.extension import extend
-from rayrec.data.encoding.known_categories import OOVCounter, assign_buckets, bucket_names
+from rayrec.data.encoding.known_categories import (
+    FREQUENCIES,
+    OOVCounter,
+    assign_buckets,
+    bucket_names,
+)
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import (
     ALL,
@@ -41,6 +46,7 @@ from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary
 from rayrec.schema import Feature, Schema
+from rayrec.workloads.recsys.candidates import model_inputs
 
 SCHEMA = Schema(
     tokens="hexadecimal",
@@ -453,6 +459,27 @@ def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> N
             expected = f"{10 ** (len(str(amount)) - 1)}-"
         assert name.startswith(expected), (amount, name)
     assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
+
+
+def test_frequencies_of_logs_without_labels_are_exact_runs(tmp_path: Path) -> None:
+    values = [3] * 4 + [5] * 2 + [6] * 2 + [7] + [8] + [9]
+    lines = [f"1\t1\t{value:08x}\t{value % 2:08x}\n" for value in values]
+    schema = SCHEMA.replace(label=None)
+    preset = RAYREC.replace(min_count=1, counted="all")
+    index = index_of(tmp_path, "".join(lines).encode(), schema=schema)
+    preprocessor = learn(index, schema, preset)
+    assert preprocessor.constants[FREQUENCIES] == {
+        "C": [[4, 1], [2, 2], [1, 3]],
+        "D": [[8, 1], [3, 1]],
+    }
+    inputs = model_inputs(preprocessor)
+    shares = inputs.shares_of("C")
+    assert shares is not None
+    assert (shares * 11).tolist() == pytest.approx([4, 2, 2, 1, 1, 1])
+    ids = np.asarray(preprocessor.encode(read_segments(index.segments, schema)).ids[0])
+    amounts = np.bincount(inputs.candidates_of("C").numbers(ids))
+    assert amounts.tolist() == [4, 2, 2, 1, 1, 1]
+    assert FREQUENCIES not in learn(index_of(tmp_path, TOY), SCHEMA, preset).constants
 
 
 def test_frequency_buckets_reject_unknown_counts(tmp_path: Path) -> None:
