@@ -164,6 +164,10 @@ class Config:
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
     """New field names by old names, which are accepted for one release."""
+    EARLIER: ClassVar[Mapping[str, Any]] = {}
+    """Values of later fields in stored configurations of earlier versions, which lack them. Others
+    have their defaults.
+    """
 
     def __post_init__(self) -> None:
         import pydantic

@@ -182,8 +182,6 @@ class ClickModelConfig(Config):
     `rayrec.models.ranking` or in user code.
     """
 
-    EARLIER: ClassVar[Mapping[str, Any]] = {}
-    """Values of fields that were added later, in files of earlier versions, if not the defaults."""
     TRAINS_ON_TABLES: ClassVar[bool] = True
     """Whether `full_tables` are read in training too, instead of only in evaluations."""
     SEVERAL_LABELS: ClassVar[bool] = False

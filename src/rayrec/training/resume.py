@@ -85,7 +85,7 @@ def compare_settings(stored: Mapping[str, Any], config: TrainConfig) -> Changes:
     """Compare the settings of a run's config.yaml with a new command. Pure. Accepts more steps or
     epochs, another number of workers, a batch size with the same global batch, and settings without
     effect on training: `_FREE` and the workload's `FREE_ON_RESUME`. Rejects all others. A field
-    missing in settings stored by an earlier version counts as its default.
+    missing in settings stored by an earlier version counts as `Config.EARLIER`, or its default.
     """
     free = (*_FREE, *(f"workload.{name}" for name in config.workload.FREE_ON_RESUME))
     changes = [
@@ -117,8 +117,8 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
     for field in dataclasses.fields(config):
         old = stored.get(field.name, _ABSENT)
         value = getattr(config, field.name)
-        # Settings of an earlier version do not have a later field, whose default keeps its results.
-        if old != _ABSENT or value != default_of(field):
+        # Settings of an earlier version do not have a later field
+        if old != _ABSENT or value != config.EARLIER.get(field.name, default_of(field)):
             yield from _value_changes(f"{prefix}{field.name}", old, value, plain.get(field.name))
     for name in stored.keys() - plain.keys():
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)

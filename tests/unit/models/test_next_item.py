@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from builders.faults import rejects
+from builders.interactions import LISTS as LISTS_SCHEMA
 from torch.nn import functional
 
-from rayrec import models
+from rayrec import models, recipes
 from rayrec.batch import DENSE, Batch
 from rayrec.layers import item_losses
 from rayrec.layers.item_losses import own_items
@@ -16,6 +17,7 @@ from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.sequence_blocks import ListPlaces
 from rayrec.models.base import CandidateRows, ModelInputs, stored_model, table_key
 from rayrec.models.retrieval.sasrec import SASRecConfig
+from rayrec.training.resume import compare_settings
 
 DIM = 8
 HEADS = 2
@@ -361,3 +363,17 @@ def test_shares_of_items_follow_runs() -> None:
     assert shares is not None
     assert (shares * 23).tolist() == pytest.approx([5, 5, 3, 3, 3, 1, 1, 1, 1])
     assert INPUTS.shares_of("action") is None
+
+
+def test_earlier_run_resumes_with_recbole_alone() -> None:
+    config = recipes.next_item(schema=LISTS_SCHEMA).replace(workload={"model": {"hidden": 256}})
+    stored = config.to_dict()
+    for added in ("block", "loss_mean", "negatives"):
+        del stored["workload"]["model"][added]
+    rejected = compare_settings(stored, config).rejected
+    assert [change.field for change in rejected] == [
+        "workload.model.loss_mean",
+        "workload.model.block",
+    ]
+    same = config.replace(workload={"model": {"block": "recbole", "loss_mean": "rows"}})
+    assert compare_settings(stored, same).rejected == ()
