@@ -41,9 +41,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def interactions(users: int) -> tuple[np.ndarray, np.ndarray]:
-    """(user, item) of each user's items in the order of time: 4 to 9, one after the other."""
-    lengths = 4 + np.arange(users) % 6
+def interactions(users: int, *, lists: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(user, item) of each user's items in the order of time: 4 to 9, one after the other. In lists,
+    any item is the last one of some users.
+    """
+    lengths = 4 + (np.arange(users) + lists * (np.arange(users) // ITEMS)) % 6
     user = np.repeat(np.arange(users), lengths)
     place = np.arange(len(user)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return user, 100 + (user + place) % ITEMS
@@ -51,7 +53,7 @@ def interactions(users: int) -> tuple[np.ndarray, np.ndarray]:
 
 def write_log(folder: Path, name: str, *, users: int = 120) -> str:
     """Write the log of a recipe, and return its folder."""
-    user, item = interactions(users)
+    user, item = interactions(users, lists=name == "next_item")
     table = pa.table({"user": user % ITEMS, "item": item})
     if name == "next_item":
         starts = np.flatnonzero(np.diff(user, prepend=-1))
