@@ -42,8 +42,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def interactions(users: int, *, lists: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(user, item) of each user's items in the order of time: 4 to 9, one after the other. In lists,
-    any item is the last one of some users.
+    """(user, item) of each user's items in the order of time: 4 to 9, one after the other. In
+    lists, any item is the last one of some users.
     """
     lengths = 4 + (np.arange(users) + lists * (np.arange(users) // ITEMS)) % 6
     user = np.repeat(np.arange(users), lengths)

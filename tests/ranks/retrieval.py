@@ -11,11 +11,12 @@ from torch import distributed
 from rayrec.batch import Batch
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.known_categories import FREQUENCIES
-from rayrec.ingest.batches import BatchSlicer, SampledRows
+from rayrec.ingest.batches import BatchSlicer
 from rayrec.models.base import CandidateRows
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTowerConfig
 from rayrec.workloads.base import TrainConfig
+from rayrec.workloads.recsys.candidates import SampledRows
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 USERS = 9

@@ -5,7 +5,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
@@ -29,13 +29,14 @@ from rayrec.ingest.stream import (
     RowStream,
     TaskSource,
 )
-from rayrec.models.base import CandidateRows
 from rayrec.schema import Schema
 from rayrec.trained_rows import RowNumbers
 
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
 _Slice = tuple[EncodedRows, slice]
 """Rows, and the range to take."""
+DrawnIds = Callable[[int, int], np.ndarray]
+"""Function of an epoch and the number of its rows before a step that returns ids, int32 [ids]."""
 Targets = Callable[[EncodedRows], np.ndarray]
 """Function that replaces the labels of rows by targets from 0 to 1, float32 [rows]."""
 
@@ -240,31 +241,6 @@ class _BlockRanges:
             yield from plan.block_ranges(steps)
 
 
-@final
-@dataclass(frozen=True)
-class SampledRows:
-    """Rows of a table that are drawn for each step, equal on all workers and in resumed runs."""
-
-    candidates: CandidateRows
-    """Rows that may be drawn, each with the same probability."""
-    num_embeddings: int
-    """Number of all rows."""
-    count: int
-    """Number of drawn rows."""
-    seed: int
-    """Seed of the run."""
-
-    def ids(self, epoch: int, first_row: int) -> np.ndarray:
-        """Return the rows for the step that begins at a row of an epoch, int32 [count]."""
-        candidates = self.candidates
-        if candidates.stop is None:
-            candidates = replace(candidates, stop=self.num_embeddings)
-        draw = np.random.default_rng([self.seed, epoch, first_row])
-        numbers = draw.integers(0, max(1, candidates.count or 0), self.count, np.int32)
-        ids: np.ndarray = candidates.ids(numbers)
-        return ids
-
-
 class BatchSlicer:
     """Slicer of an encoded row stream into batches, with one copy per row."""
 
@@ -275,15 +251,16 @@ class BatchSlicer:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
-        tables: Mapping[str, int | SampledRows] | None = None,
+        tables: Mapping[str, int | DrawnIds] | None = None,
         pin_constants: bool = False,
         watch_dense: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         """Configure the slicer for a stream of encoded rows and the model's input columns.
         `targets` computes the first label; None keeps it. `unpooled` names the sparse columns for
         `Batch.sequence_features`, and `tables` more keys there, with the ids of their first row: a
-        number of them (0, 1, ...), or a sample. `pin_constants` pins lengths and offsets equal in
-        all batches only once. `watch_dense` is called with the dense features of each batch.
+        number of them (0, 1, ...), or a function of the step. `pin_constants` pins lengths and
+        offsets equal in all batches only once. `watch_dense` is called with the dense features of
+        each batch.
         """
         self._rows = rows
         self._targets = targets
@@ -364,7 +341,7 @@ class BatchSlicer:
         if not count:
             columns = [JaggedIds(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
         for rows in self._tables.values():
-            table_ids = rows.ids(*step) if isinstance(rows, SampledRows) else rows
+            table_ids = rows(*step) if callable(rows) else rows
             lengths = np.zeros(max(count, 1), np.int32)
             lengths[0] = len(table_ids)
             columns.append(JaggedIds(table_ids, lengths))

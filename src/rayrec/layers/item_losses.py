@@ -16,26 +16,26 @@ Hits = tuple[torch.Tensor, torch.Tensor]
 """Pairs of a target and an item that is its own, int64 [pairs] both, rising by target."""
 
 _TILE: Final = 256
-"""Number of targets whose scores are computed at once, few enough to stay in cache."""
-_MAX_KEPT: Final = 1 << 26
-"""Maximum number of scores that are kept for the backward pass. More are computed again."""
+"""Number of targets for one product, few enough that their scores stay in cache."""
+_MAX_SAVED: Final = 1 << 26
+"""Maximum number of scores that are saved for the backward pass. More are computed again."""
 _LOG2_E: Final = math.log2(math.e)
 """Factor from natural to binary logarithms, whose exponential takes a third of the time."""
 _EPS: Final = 1e-10
 """Bound of probabilities in `gbce`, as in gSASRec."""
 
 
-def own_items(positives: torch.Tensor, items: torch.Tensor) -> Hits:
+def find_hits(positives: torch.Tensor, items: torch.Tensor) -> Hits:
     """Return the pairs of a target, int64 [targets], and an item, int64 [items], with equal ids."""
     ordered, order = items.sort(stable=True)
     first = torch.searchsorted(ordered, positives)
     counts = torch.searchsorted(ordered, positives, right=True) - first
     targets = torch.arange(len(positives), device=positives.device).repeat_interleave(counts)
     # Number of each pair among the target's
-    place = torch.arange(len(targets), device=positives.device) - (
+    number = torch.arange(len(targets), device=positives.device) - (
         counts.cumsum(0) - counts
     ).repeat_interleave(counts)
-    return targets, order[first.repeat_interleave(counts) + place]
+    return targets, order[first.repeat_interleave(counts) + number]
 
 
 def full_softmax(
@@ -72,12 +72,12 @@ def sampled_softmax(
         states: State of each target, [targets, dim].
         positives: Vector of each target's item, [targets, dim].
         negatives: Vectors of sampled items, [negatives, dim].
-        hits: Negatives that are the target's item (`own_items`).
+        hits: Negatives that are the target's item (`find_hits`).
         dtype: Type of products.
     """
     scores = dots(states, positives, dtype=dtype)
-    others = log_sum_exp(states, negatives, hits=hits, dtype=dtype)
-    return torch.logaddexp(scores, others) - scores
+    log_sums = log_sum_exp(states, negatives, hits=hits, dtype=dtype)
+    return torch.logaddexp(scores, log_sums) - scores
 
 
 def bce(
@@ -113,7 +113,7 @@ def gbce(
         states: State of each target, [targets, dim].
         positives: Vector of each target's item, [targets, dim].
         negatives: Vectors of sampled items, [negatives, dim].
-        hits: Negatives that are the target's item (`own_items`).
+        hits: Negatives that are the target's item (`find_hits`).
         num_items: Number of all items.
         t: Calibration from 0, which is `bce`, to 1.
         dtype: Type of products.
@@ -135,9 +135,9 @@ def _bce(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     wide = _wide(dtype)
-    others = (states.to(dtype) @ negatives.to(dtype).T).to(wide)
-    others = others.index_put(hits, others.new_tensor(-torch.inf))
-    total = functional.softplus(-scores).to(wide) + functional.softplus(others).sum(1)
+    logits = (states.to(dtype) @ negatives.to(dtype).T).to(wide)
+    logits = logits.index_put(hits, logits.new_tensor(-torch.inf))
+    total = functional.softplus(-scores).to(wide) + functional.softplus(logits).sum(1)
     return total / (len(negatives) + 1)
 
 
@@ -147,13 +147,13 @@ def corrected_softmax(
     pool: torch.Tensor,
     *,
     hits: Hits,
-    shares: torch.Tensor,
-    positive_shares: torch.Tensor,
+    probabilities: torch.Tensor,
+    positive_probabilities: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return a loss whose gradient is the full softmax's, from items that were drawn with known
-    probabilities, such as those of the batch (Khrylchenko et al., "Correcting the LogQ Correction",
-    RecSys 2025), float32 [targets]. 0 without other items.
+    """Return a softmax loss over drawn items, such as the batch's, float32 [targets]. Its gradient
+    is the full softmax's (Khrylchenko et al., "Correcting the LogQ Correction", RecSys 2025). 0
+    without other items.
 
     Each target's own item is neither among the negatives nor corrected. The weight 1 - p, where p
     is its estimated probability, has no gradient.
@@ -162,28 +162,28 @@ def corrected_softmax(
         states: State of each target, [targets, dim].
         positives: Vector of each target's item, [targets, dim].
         pool: Vectors of the drawn items, [pool, dim].
-        hits: Items of the pool that are the target's (`own_items`).
-        shares: Probability of each drawn item, [pool].
-        positive_shares: Probability of drawing each target's item, [targets].
+        hits: Items of the pool that are the target's (`find_hits`).
+        probabilities: Probability of each drawn item, [pool].
+        positive_probabilities: Probability of drawing each target's item, [targets].
         dtype: Type of products.
     """
     wide = _wide(dtype)
     scores = dots(states, positives, dtype=dtype)
-    offsets = -shares.to(wide).log()
-    others = log_sum_exp(states, pool, offsets=offsets, hits=hits, dtype=dtype)
+    offsets = -probabilities.to(wide).log()
+    log_sums = log_sum_exp(states, pool, offsets=offsets, hits=hits, dtype=dtype)
     # A negative's probability, given that it is not the target's item, is q / (1 - q of that item)
-    others = others + torch.log1p(-positive_shares.to(wide))
+    log_sums = log_sums + torch.log1p(-positive_probabilities.to(wide))
     counts = len(pool) - torch.bincount(hits[0], minlength=len(states))
-    mean = others - counts.clamp(min=1).to(wide).log()
+    mean = log_sums - counts.clamp(min=1).to(wide).log()
     weights = (mean - scores).sigmoid().detach()
-    return (weights * (others - scores)).masked_fill(counts == 0, 0.0)
+    return (weights * (log_sums - scores)).masked_fill(counts == 0, 0.0)
 
 
-def mixed_shares(
+def pool_probabilities(
     frequencies: torch.Tensor, *, from_batch: int, uniform: int, num_items: int
 ) -> torch.Tensor:
-    """Return the probabilities of items in a pool of `from_batch` items of the batch, which come by
-    their frequencies [items], and `uniform` ones of all `num_items`.
+    """Return the probabilities of items in a pool, in which `from_batch` items come by their
+    frequencies [items], and `uniform` items have equal probabilities among `num_items`.
     """
     return (from_batch * frequencies + uniform / num_items) / (from_batch + uniform)
 
@@ -204,8 +204,8 @@ def cosine_contrastive(
     """
     unit = functional.normalize(states, dim=1)
     similarity = dots(unit, functional.normalize(positives, dim=1), dtype=dtype)
-    others = unit.to(dtype) @ functional.normalize(negatives, dim=1).to(dtype).T
-    above = (others.to(_wide(dtype)) - margin).relu()
+    cosines = unit.to(dtype) @ functional.normalize(negatives, dim=1).to(dtype).T
+    above = (cosines.to(_wide(dtype)) - margin).relu()
     above = above.index_put(hits, above.new_zeros(()))
     return 1 - similarity + weight * above.mean(1)
 
@@ -243,7 +243,7 @@ def log_sum_exp(
 # Why not torch's logsumexp: scores of [targets, items] are the largest tensors of a model. Each
 # tile of them is written, and read by all that follows, while it is in cache:
 #
-#   forward     scores -> minus their maximum -> exp -> sum; exp is kept, if it is not too large
+#   forward     scores -> minus their maximum -> exp -> sum; exp is saved, if it is not too large
 #   backward    exp / sum * gradient, which is the scores' gradient -> both products
 class _LogSumExp(torch.autograd.Function):
     """Autograd function behind `log_sum_exp`."""
@@ -260,16 +260,16 @@ class _LogSumExp(torch.autograd.Function):
         scores = _Scores((states * _LOG2_E).to(dtype), items.to(dtype), offsets, hits)
         result = states.new_full((len(states),), -torch.inf, dtype=_wide(dtype))
         totals = torch.zeros_like(result)
-        keeps = len(states) * len(items) <= _MAX_KEPT
-        kept = []
+        saves = len(states) * len(items) <= _MAX_SAVED
+        saved = []
         if len(items):
             for tile in _tiles(len(states)):
                 exponents, largest = scores.exponents(tile)
                 totals[tile] = exponents.sum(1)
                 result[tile] = totals[tile].log() + largest / _LOG2_E
-                kept.append(exponents if keeps else None)
+                saved.append(exponents if saves else None)
         ctx.scores = scores
-        ctx.kept = kept
+        ctx.saved = saved
         ctx.save_for_backward(states, items, totals)
         return result
 
@@ -282,10 +282,10 @@ class _LogSumExp(torch.autograd.Function):
         for_items = totals.new_zeros(items.shape[1], items.shape[0])
         # Sums are 0 if no item counts
         scale = gradient / totals.clamp(min=torch.finfo(totals.dtype).tiny)
-        kept = ctx.kept
-        ctx.kept = [None] * len(kept)
+        saved = ctx.saved
+        ctx.saved = [None] * len(saved)
         for number, tile in enumerate(_tiles(len(states)) if len(items) else ()):
-            exponents = kept[number]
+            exponents = saved[number]
             if exponents is None:
                 exponents, _ = scores.exponents(tile)
             weights = exponents.mul_(scale[tile].unsqueeze(1)).to(scores.items.dtype)

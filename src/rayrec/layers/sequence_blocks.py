@@ -1,5 +1,5 @@
 """Layers of networks over lists of items, without padding except in attention. Values of all lists
-lie in one tensor, [places, ...].
+lie in one tensor, [elements, ...].
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _MAX_SEED: Final = (1 << 63) - 1
 """Maximum seed of dropout on the CPU."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of queries, keys and values, [lists, heads, places, width], that returns for each place
-a sum over the values up to it, of the values' shape.
+"""Function of queries, keys and values, [lists, heads, elements, width], that returns
+for each element a sum over the values up to it, in the values' shape.
 """
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Lists that are padded to one length. Positions count from the group's first place."""
+    """Lists that are padded to one length. Positions count from the group's first element."""
 
-    places: slice
-    """Places of these lists."""
+    elements: slice
+    """Elements of these lists."""
     width: int
     """Length of the longest list."""
     position: torch.Tensor | None = None
-    """Position of each padded place's value, int64 [lists * width]. A place after the end of its
-    list has any. None if all lists have this length.
+    """Position of each value in the padded lists, int64 [lists * width], any after the end of a
+    list. None if all lists have this length.
     """
     padded: torch.Tensor | None = None
-    """Position of each place in the padded lists, int64 [places]."""
+    """Position of each element in the padded lists, int64 [elements]."""
     is_inside: torch.Tensor | None = None
-    """Whether each padded place is in its list, bool [lists * width, 1]."""
+    """Whether each value is within its list, bool [lists * width, 1]."""
 
 
-# Places of three lists of 2, 3 and 1 items, which begin at the items 4, 0 and 7:
+# Elements of three lists of 2, 3 and 1 items, which begin at the items 4, 0 and 7:
 #
-#   rows       1 1 1 0 0 2     list of each place; longer lists are first
-#   place      0 1 2 0 1 0     number of places before it in its list
-#   age        2 1 0 1 0 0     number of places after it
-#   item       0 1 2 4 5 7     position of the place's item among all items
-#   last       4 2 5           last place of each list
+#   rows       1 1 1 0 0 2     list of each element; longer lists are first
+#   index      0 1 2 0 1 0     number of elements before it in its list
+#   age        2 1 0 1 0 0     number of elements after it
+#   item       0 1 2 4 5 7     position of the element's item among all items
+#   last       4 2 5           last element of each list
 #
 # In an exported program, sizes may not depend on values, so that all lists are padded to the
-# maximum. Places after the end of a list repeat another item, and nothing reads their values.
+# maximum. Elements after the end of a list repeat another item, and nothing reads their values.
 @final
-class ListPlaces:
-    """Places of lists, or of parts of them, each of at least one item."""
+class ListElements:
+    """Elements of lists, or of their parts, without padding."""
 
     def __init__(self, starts: torch.Tensor, lengths: torch.Tensor, *, width: int) -> None:
         """Create for lists whose first items have the positions `starts`, int64 [rows], with
@@ -75,13 +75,13 @@ class ListPlaces:
 
     def _pad(self, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
         rows = torch.arange(starts.shape[0], device=starts.device)
-        place = torch.arange(width, device=starts.device)
+        index = torch.arange(width, device=starts.device)
         ends = lengths.unsqueeze(1)
         shape = (starts.shape[0], width)
         self.rows = rows.unsqueeze(1).expand(shape).reshape(-1)
-        self.place = place.expand(shape).reshape(-1)
-        self.age = (ends - 1 - place).clamp(min=0).reshape(-1)
-        self.item = (starts.unsqueeze(1) + place * (place < ends)).reshape(-1)
+        self.index = index.expand(shape).reshape(-1)
+        self.age = (ends - 1 - index).clamp(min=0).reshape(-1)
+        self.item = (starts.unsqueeze(1) + index * (index < ends)).reshape(-1)
         self.last = rows * width + (lengths - 1).clamp(min=0)
         self.groups = [_Group(slice(None), width)]
 
@@ -91,30 +91,32 @@ class ListPlaces:
         ends = ordered.cumsum(0)
         self.rows = order.repeat_interleave(ordered)
         numbers = torch.arange(self.rows.shape[0], device=lengths.device)
-        self.place = numbers - (ends - ordered).repeat_interleave(ordered)
-        self.age = lengths[self.rows] - 1 - self.place
-        self.item = starts[self.rows] + self.place
+        self.index = numbers - (ends - ordered).repeat_interleave(ordered)
+        self.age = lengths[self.rows] - 1 - self.index
+        self.item = starts[self.rows] + self.index
         self.last = torch.empty_like(order).index_put((order,), ends - 1)
         self.groups = _groups(ordered)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """Return the attention of each place to the places of its list up to it, [places, heads *
-        width]. Queries, keys and values are [places, heads, width].
+        """Return the attention of each element to its list's elements up to it, [elements, heads *
+        width]. Queries, keys and values are [elements, heads, width].
         """
         mixed = []
         for group in self.groups:
-            parts = [_padded(part[group.places], group) for part in (query, key, value)]
-            of_group = attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1)
-            mixed.append(of_group if group.padded is None else _Joined.apply(of_group, group))
+            parts = [_padded(part[group.elements], group) for part in (query, key, value)]
+            group_values = attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1)
+            if group.padded is not None:
+                group_values = _Joined.apply(group_values, group)
+            mixed.append(group_values)
         if not mixed:
             return value.flatten(1)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 def _padded(values: torch.Tensor, group: _Group) -> torch.Tensor:
-    """Return a group's values, [places, heads, width], as [lists, heads, places, width]."""
+    """Return a group's values, [elements, heads, width], as [lists, heads, elements, width]."""
     if group.position is not None:
         values = _Padded.apply(values, group)
     return values.unflatten(0, (-1, group.width)).transpose(1, 2)
@@ -132,28 +134,28 @@ def _groups(lengths: torch.Tensor) -> list[_Group]:
     for start, stop in pairwise([0, *ends]):
         if start == stop:
             continue
-        places = slice(first, first + int(on_host[start:stop].sum()))
-        groups.append(_group(lengths[start:stop], places, int(on_host[start])))
-        first = places.stop
+        elements = slice(first, first + int(on_host[start:stop].sum()))
+        groups.append(_group(lengths[start:stop], elements, int(on_host[start])))
+        first = elements.stop
     return groups
 
 
-def _group(lengths: torch.Tensor, places: slice, width: int) -> _Group:
+def _group(lengths: torch.Tensor, elements: slice, width: int) -> _Group:
     """Return the group of lists with these lengths, of at most `width`."""
-    if places.stop - places.start == len(lengths) * width:
-        return _Group(places, width)
-    place = torch.arange(width, device=lengths.device)
-    is_inside = place < lengths.unsqueeze(1)
+    if elements.stop - elements.start == len(lengths) * width:
+        return _Group(elements, width)
+    index = torch.arange(width, device=lengths.device)
+    is_inside = index < lengths.unsqueeze(1)
     first = (lengths.cumsum(0) - lengths).unsqueeze(1)
-    position = ((first + place) * is_inside).reshape(-1)
+    position = ((first + index) * is_inside).reshape(-1)
     flat = is_inside.reshape(-1)
-    return _Group(places, width, position, flat.nonzero().squeeze(1), flat.unsqueeze(1))
+    return _Group(elements, width, position, flat.nonzero().squeeze(1), flat.unsqueeze(1))
 
 
 # Both directions of both are a selection of rows. torch's backward pass of a selection would add up
 # row by row.
 class _Padded(torch.autograd.Function):
-    """Padding of a group's values, [places, ...] to [lists * width, ...]."""
+    """Padding of a group's values, [elements, ...] to [lists * width, ...]."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: _Group) -> torch.Tensor:
@@ -166,7 +168,7 @@ class _Padded(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Removal of padding, [lists * width, ...] to [places, ...]."""
+    """Removal of padding, [lists * width, ...] to [elements, ...]."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, group: _Group) -> torch.Tensor:
@@ -208,14 +210,14 @@ def dropped(values: torch.Tensor, probability: float) -> torch.Tensor:
         return functional.dropout(values, probability)
     threshold = round(probability * _LEVELS)
     generator = np.random.Generator(np.random.SFC64(int(torch.randint(_MAX_SEED, ()))))
-    is_kept = generator.integers(0, _LEVELS, tuple(values.shape), np.uint16) >= threshold
-    factors = torch.from_numpy(is_kept).to(values.dtype).mul_(_LEVELS / (_LEVELS - threshold))
+    mask = generator.integers(0, _LEVELS, tuple(values.shape), np.uint16) >= threshold
+    factors = torch.from_numpy(mask).to(values.dtype).mul_(_LEVELS / (_LEVELS - threshold))
     return values * factors
 
 
 def silu_attention(bias: torch.Tensor | None, *, max_length: int) -> Attention:
     """Return causal attention that weights values by SiLU(score) / max_length, without a softmax.
-    `bias`: constant of each distance between places, [max_length], that is added to the score.
+    `bias`: constant of each distance between elements, [max_length], that is added to the score.
     """
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -229,25 +231,25 @@ def silu_attention(bias: torch.Tensor | None, *, max_length: int) -> Attention:
 
 
 def by_distance(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the value of the distance of each place to each place up to it, [width, width]."""
-    place = torch.arange(width, device=values.device)
-    return values[(place.unsqueeze(1) - place).clamp(min=0)]
+    """Return the value of each pair's distance, for elements up to the first, [width, width]."""
+    index = torch.arange(width, device=values.device)
+    return values[(index.unsqueeze(1) - index).clamp(min=0)]
 
 
 def linear(
     inputs: torch.Tensor, layer: nn.Linear, dtype: torch.dtype, *, relu: bool = False
 ) -> torch.Tensor:
-    """Return the layer's product with `inputs` [places, in_features], in the dtype."""
+    """Return the layer's product with `inputs` [elements, in_features], in the dtype."""
     return linear_stack(inputs, [layer.weight, layer.bias], relus=(relu,), dtype=dtype)
 
 
 def joint_projection(
-    query: torch.Tensor, others: torch.Tensor, layer: nn.Linear, dtype: torch.dtype
+    query: torch.Tensor, memory: torch.Tensor, layer: nn.Linear, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return queries, keys and values side by side, [places, 3 * dim], the queries from `query` and
-    keys and values from `others`, [places, dim] both.
+    """Return queries, keys and values side by side, [elements, 3 * dim], the queries from `query`,
+    keys and values from `memory`, [elements, dim] both.
     """
-    if query is others:
+    if query is memory:
         return linear(query, layer, dtype)
     dim = query.shape[1]
     parts = (slice(0, dim), slice(dim, None))
@@ -256,20 +258,20 @@ def joint_projection(
             linear_stack(
                 inputs, [layer.weight[part], layer.bias[part]], relus=(False,), dtype=dtype
             )
-            for inputs, part in zip((query, others), parts, strict=True)
+            for inputs, part in zip((query, memory), parts, strict=True)
         ],
         dim=1,
     )
 
 
 def attended(
-    places: ListPlaces, projected: torch.Tensor, *, heads: int, attention: Attention
+    elements: ListElements, projected: torch.Tensor, *, heads: int, attention: Attention
 ) -> torch.Tensor:
-    """Return the attention of queries, keys and values that are side by side, [places, 3 * dim], as
-    [places, dim].
+    """Return the attention of queries, keys and values that are side by side, [elements, 3 * dim],
+    as [elements, dim].
     """
     query, key, value = projected.unflatten(1, (3, heads, -1)).unbind(1)
-    return places.attend(query, key, value, attention)
+    return elements.attend(query, key, value, attention)
 
 
 def normal_values(values: torch.Tensor, std: float = 0.02) -> torch.Tensor:

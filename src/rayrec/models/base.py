@@ -149,7 +149,7 @@ class ModelInputs:
         """Return the table rows of a feature's known categories."""
         return dict(self.candidates).get(feature, CandidateRows())
 
-    def shares_of(self, feature: str) -> torch.Tensor | None:
+    def frequencies_of(self, feature: str) -> torch.Tensor | None:
         """Return the share of each candidate in all occurrences of candidates, float32
         [candidates], on the CPU. None if unknown.
         """
@@ -294,9 +294,9 @@ class ClickModelConfig(Config):
         return ()
 
     def table_sample(self) -> int | None:
-        """Return the number of rows that a training step reads of each of `full_tables`: drawn at
-        random from those of known categories, equal on all workers, with repetition. 0: none. None
-        (default): the whole table, or none without TRAINS_ON_TABLES.
+        """Return the number of rows that a training step reads from each of `full_tables`. They are
+        drawn from known categories with repetition, equally on all workers. None: the full table.
+        Default: None, and 0 without TRAINS_ON_TABLES.
         """
         return None if self.TRAINS_ON_TABLES else 0
 

@@ -16,10 +16,10 @@ from rayrec.bounds import Count, Positive, Share
 from rayrec.collectives import all_reduce_sum, gathered_rows
 from rayrec.config import InputError
 from rayrec.layers import item_losses
-from rayrec.layers.item_losses import own_items
+from rayrec.layers.item_losses import find_hits
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, compute_dtype
-from rayrec.layers.sequence_blocks import ListPlaces, dropped
+from rayrec.layers.sequence_blocks import ListElements, dropped
 from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs, table_key
 from rayrec.models.heads import Head, ItemsHead
@@ -48,15 +48,14 @@ class NextItemConfig(ClickModelConfig):
     EARLIER: ClassVar[Mapping[str, Any]] = {"loss_mean": "rows"}
 
     loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "full"
-    """Training loss of a target: softmax over all items (full), or over it and `negatives`
-    (sampled); binary cross entropy of it and `negatives`, calibrated by `gbce_t` (gbce) or not
-    (bce); softmax over the step's other targets, corrected for their frequencies, without
-    (in_batch) or with `negatives` (mixed); or cosine distances to it and `negatives` (ccl).
-    Evaluations report the softmax over all items.
+    """Training loss of a target. full: softmax over all items. sampled: softmax over it and
+    `negatives`. bce, gbce: binary cross entropy, for gbce calibrated by `gbce_t`. in_batch: softmax
+    over the step's targets, corrected for frequencies; mixed adds `negatives`. ccl: cosines of it
+    and `negatives`. Evaluations report the softmax over all items.
     """
     negatives: Count = 2048
-    """Number of random items that all targets of a step share as negatives, and maximum number of
-    the step's targets.
+    """Number of random items, which all targets in a step share, and maximum number of negatives
+    from the step's targets.
     """
     gbce_t: Share = 0.75
     """Calibration of loss gbce, from 0, which is bce, to 1."""
@@ -116,8 +115,8 @@ class NextItemConfig(ClickModelConfig):
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         lists = dict(inputs.lists)
-        others = (*self.aligned(inputs), *(name for name in (TARGET, SEEN) if name in lists))
-        return (self.sequence(inputs)[0], *others)
+        names = (*self.aligned(inputs), *(name for name in (TARGET, SEEN) if name in lists))
+        return (self.sequence(inputs)[0], *names)
 
     def aligned(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the lists whose embeddings are added to the items'."""
@@ -141,7 +140,7 @@ class NextItemConfig(ClickModelConfig):
         return f"ndcg_at_{self.k}"
 
 
-# Shapes, for lists of up to L + 1 items of width D and C known items; P places of all lists:
+# Shapes, for lists with up to L + 1 items, width D, C known items, and P elements in all lists:
 #
 #   forward       list of ids -> embeddings [ids, D]
 #   encode        a part of each list [P, D] -> state after each item [P, D]
@@ -152,7 +151,7 @@ class NextItemConfig(ClickModelConfig):
 class NextItemNetwork(nn.Module, ABC):
     """Network of a NextItemConfig. A subclass encodes lists."""
 
-    shares: torch.Tensor
+    frequencies: torch.Tensor
 
     def __init__(
         self, config: NextItemConfig, inputs: ModelInputs, *, precision: Precision
@@ -166,15 +165,16 @@ class NextItemNetwork(nn.Module, ABC):
         self._k = config.k
         self._dtype = compute_dtype(precision)
         self._history = self._length - 1
-        shares = inputs.shares_of(self._feature) if config.needs_frequencies() else None
+        frequencies = inputs.frequencies_of(self._feature) if config.needs_frequencies() else None
         # Not saved, because only training needs them
-        unknown = torch.empty(0, device="cpu")
-        self.register_buffer("shares", unknown if shares is None else shares, persistent=False)
+        if frequencies is None:
+            frequencies = torch.empty(0, device="cpu")
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     @abstractmethod
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        """Return the state after each item of the lists, float32 [places, dim], from the items'
-        embeddings, float32 [places, dim].
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        """Return the state after each item of the lists, float32 [elements, dim], from the items'
+        embeddings, float32 [elements, dim].
         """
 
     def dropped(self, values: torch.Tensor) -> torch.Tensor:
@@ -182,10 +182,10 @@ class NextItemNetwork(nn.Module, ABC):
         return dropped(values, self._config.dropout if self.training else 0.0)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return the items' embeddings `values` [ids, dim], their sum with those of aligned lists
-        `inputs` [ids, dim], the ids and lengths of each list, `ids_NAME` [ids] and `lengths_NAME`
-        [rows], and the item `table`. In training, this has the rows of `sample` [rows] alone,
-        unless the loss is over all items.
+        """Return the items' embeddings `values` [ids, dim], and `inputs` [ids, dim], to which those
+        of aligned lists are added. Each list has `ids_NAME` [ids] and `lengths_NAME` [rows]. In
+        training, unless the loss is over all items, the `table` has only the rows of `sample`,
+        int64 [rows].
         """
         values = embedded.sequences(self._feature).values
         inputs = values
@@ -205,20 +205,22 @@ class NextItemNetwork(nn.Module, ABC):
         mean cross entropy over each row's targets. Collective in training.
         """
         if not self.training and TARGET in self._lists:
-            queries, of_rows = self._evaluated(outputs)
-            known = of_rows.known()
+            queries, row_targets = self._evaluated(outputs)
+            ranked = row_targets.known()
             losses = item_losses.full_softmax(
-                queries[known.rows], self.item_vectors(outputs), known.numbers, dtype=self._dtype
+                queries[ranked.rows], self.item_vectors(outputs), ranked.numbers, dtype=self._dtype
             )
-            return _row_means(losses, known.rows, len(queries))
-        places = self._places(outputs, dropped=1)
+            return _row_means(losses, ranked.rows, len(queries))
+        elements = self._elements(outputs, dropped=1)
         numbers = self._candidates.numbers(outputs[f"ids_{self._feature}"])
-        # The next item of the list, which is not among the places
-        targets = places.item + 1
-        is_known = numbers[targets] >= 0
-        states = self.encode(outputs["inputs"].index_select(0, places.item), places)[is_known]
-        rows = places.rows[is_known]
-        losses = self._losses(self._scaled(states), targets[is_known], outputs)
+        # The next item of the list, which is not among the elements
+        targets = elements.item + 1
+        is_candidate = numbers[targets] >= 0
+        states = self.encode(outputs["inputs"].index_select(0, elements.item), elements)[
+            is_candidate
+        ]
+        rows = elements.rows[is_candidate]
+        losses = self._losses(self._scaled(states), targets[is_candidate], outputs)
         num_rows = len(outputs[f"lengths_{self._feature}"])
         if not self.training or self._config.loss_mean == "rows":
             return _row_means(losses, rows, num_rows)
@@ -246,7 +248,7 @@ class NextItemNetwork(nn.Module, ABC):
             states,
             positives,
             self._unit(outputs["table"]),
-            hits=own_items(ids, sample),
+            hits=find_hits(ids, sample),
             dtype=self._dtype,
         )
 
@@ -278,32 +280,32 @@ class NextItemNetwork(nn.Module, ABC):
         all_vectors, _ = gathered_rows(positives)
         # In order of ids, whatever the workers
         order = all_ids.argsort(stable=True)
-        most = self._config.negatives
-        if len(order) > most:
-            order = order[torch.arange(most, device=order.device) * len(order) // most]
+        limit = self._config.negatives
+        if len(order) > limit:
+            order = order[torch.arange(limit, device=order.device) * len(order) // limit]
         pool_ids = torch.cat([all_ids[order], outputs["sample"]])
         pool = torch.cat([all_vectors[order], self._unit(outputs["table"])])
-        shares = item_losses.mixed_shares(
+        probabilities = item_losses.pool_probabilities(
             self._frequencies(torch.cat([pool_ids, ids])),
             from_batch=len(order),
             uniform=len(outputs["sample"]),
-            num_items=max(1, len(self.shares)),
+            num_items=max(1, len(self.frequencies)),
         )
         return item_losses.corrected_softmax(
             states,
             positives,
             pool,
-            hits=own_items(ids, pool_ids),
-            shares=shares[: len(pool)],
-            positive_shares=shares[len(pool) :],
+            hits=find_hits(ids, pool_ids),
+            probabilities=probabilities[: len(pool)],
+            positive_probabilities=probabilities[len(pool) :],
             dtype=self._dtype,
         )
 
     def _frequencies(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the share of each item in all occurrences of items, float32 [ids]."""
-        if not len(self.shares):  # In a forecast, which has no counts
+        if not len(self.frequencies):  # In a forecast, which has no counts
             return torch.full(ids.shape, 1 / (len(ids) + 1), device=ids.device)
-        return self.shares[self._candidates.numbers(ids)]
+        return self.frequencies[self._candidates.numbers(ids)]
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
         """Return `rank_measures` of each row's targets among all known items, or of the list's last
@@ -371,30 +373,30 @@ class NextItemNetwork(nn.Module, ABC):
         [rows], float32 [rows, dim]. A list without items has one with an embedding of zeros.
         """
         inputs = outputs["inputs"]
-        places = self._places(outputs, dropped=dropped, fill=True)
+        elements = self._elements(outputs, dropped=dropped, fill=True)
         # A row of zeros before the embeddings
         filled = torch.cat([inputs.new_zeros(1, inputs.shape[1]), inputs])
-        states = self.encode(filled.index_select(0, places.item + 1), places)
-        return self._scaled(states[places.last])
+        states = self.encode(filled.index_select(0, elements.item + 1), elements)
+        return self._scaled(states[elements.last])
 
-    def _places(
+    def _elements(
         self,
         outputs: dict[str, torch.Tensor],
         *,
         dropped: torch.Tensor | int,
         fill: bool = False,
-    ) -> ListPlaces:
-        """Return the places of the newest items of each list, without the last `dropped` ones. A
-        list without items has no place or, with `fill`, one with the item -1.
+    ) -> ListElements:
+        """Return the newest items of each list as elements, without the last `dropped` ones. A
+        list without items has no element or, with `fill`, one with the item -1.
         """
         lengths = outputs[f"lengths_{self._feature}"]
         stops = lengths.cumsum(0) - dropped
-        kept = (lengths - dropped).clamp(min=0, max=self._history)
-        starts = stops - kept
+        counts = (lengths - dropped).clamp(min=0, max=self._history)
+        starts = stops - counts
         if fill:
-            starts = torch.where(kept > 0, starts, -1)
-            kept = kept.clamp(min=1)
-        return ListPlaces(starts, kept, width=self._history)
+            starts = torch.where(counts > 0, starts, -1)
+            counts = counts.clamp(min=1)
+        return ListElements(starts, counts, width=self._history)
 
     def _lengths(self, outputs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         """Return the lengths of a list, 0 without it, int64 [rows]."""

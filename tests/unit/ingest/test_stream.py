@@ -35,7 +35,7 @@ from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.ingest import stream as stream_module
-from rayrec.ingest.batches import BatchSlicer, ClickBatches, SampledRows
+from rayrec.ingest.batches import BatchSlicer, ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import (
@@ -50,6 +50,7 @@ from rayrec.models.base import CandidateRows
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import stop_monitor
+from rayrec.workloads.recsys.candidates import SampledRows
 
 BLOCKS = 4
 BlockRanges = list[tuple[Block, BlockRange]]
@@ -334,7 +335,7 @@ def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int
         )
 
 
-def test_first_row_of_step_is_equal_for_all_workers_and_resumes(prepared: Prepared) -> None:
+def test_first_row_matches_on_all_workers(prepared: Prepared) -> None:
     order = order_of(prepared[0])
     rows = []
     for world_size in (1, 2, 3):
@@ -355,15 +356,13 @@ def test_first_row_of_step_is_equal_for_all_workers_and_resumes(prepared: Prepar
         pytest.param(CandidateRows(5), [5, 6, 7, 8], id="to the end"),
     ],
 )
-def test_sampled_rows_are_candidates_by_seed_and_step(
-    candidates: CandidateRows, allowed: list[int]
-) -> None:
+def test_sampled_rows_return_candidates(candidates: CandidateRows, allowed: list[int]) -> None:
     rows = SampledRows(candidates, 9, 1000, seed=3)
-    ids = rows.ids(1, 60)
+    ids = rows(1, 60)
     assert (ids.dtype, np.unique(ids).tolist()) == (np.int32, allowed)
     assert np.bincount(ids)[allowed].min() > 700 / len(allowed)
-    np.testing.assert_array_equal(SampledRows(candidates, 9, 1000, seed=3).ids(1, 60), ids)
-    for other in (rows.ids(1, 61), rows.ids(2, 60), dataclasses.replace(rows, seed=4).ids(1, 60)):
+    np.testing.assert_array_equal(SampledRows(candidates, 9, 1000, seed=3)(1, 60), ids)
+    for other in (rows(1, 61), rows(2, 60), dataclasses.replace(rows, seed=4)(1, 60)):
         assert not np.array_equal(other, ids)
 
 
@@ -382,7 +381,7 @@ def test_slicer_draws_sampled_rows_for_each_step() -> None:
         batch = slicer.take(1, loss_weight=1.0, epoch=2, first_row=first_row)
         assert batch.sequence_features is not None
         drawn = batch.sequence_features["table:item"].values().tolist()
-        assert drawn == sample.ids(2, first_row).tolist()
+        assert drawn == sample(2, first_row).tolist()
 
 
 def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from rayrec.layers import item_losses
-from rayrec.layers.item_losses import own_items
+from rayrec.layers.item_losses import find_hits
 
 TARGETS = 300  # More than a tile
 DIM = 5
@@ -27,7 +27,7 @@ STATES = vectors(TARGETS, 0)
 TABLE = vectors(ITEMS, 1)
 POSITIVES = numbers(TARGETS, ITEMS, 2)
 NEGATIVES = numbers(20, ITEMS, 3)
-HITS = own_items(POSITIVES, NEGATIVES)
+HITS = find_hits(POSITIVES, NEGATIVES)
 IS_HIT = POSITIVES.unsqueeze(1) == NEGATIVES
 COUNTS = numbers(ITEMS, 9, 4) + 1
 SHARES = COUNTS.double() / COUNTS.sum()
@@ -89,9 +89,9 @@ def corrected(pool: torch.Tensor, shares: torch.Tensor) -> Loss:
         states,
         table[POSITIVES],
         table[pool],
-        hits=own_items(POSITIVES, pool),
-        shares=shares[pool],
-        positive_shares=shares[POSITIVES],
+        hits=find_hits(POSITIVES, pool),
+        probabilities=shares[pool],
+        positive_probabilities=shares[POSITIVES],
         dtype=dtype,
     )
 
@@ -127,7 +127,7 @@ LOSSES: dict[str, tuple[Loss, Callable[..., torch.Tensor]]] = {
     "mixed": (
         corrected(
             MIXED,
-            item_losses.mixed_shares(SHARES, from_batch=40, uniform=20, num_items=ITEMS),
+            item_losses.pool_probabilities(SHARES, from_batch=40, uniform=20, num_items=ITEMS),
         ),
         lambda states, table: plain_corrected(states, table, MIXED, MIXED_SHARES),
     ),
@@ -146,7 +146,7 @@ def gradients(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_loss_and_gradients_match_formula(
     name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_losses, "_MAX_KEPT", kept)
+    monkeypatch.setattr(item_losses, "_MAX_SAVED", kept)
     loss, plain = LOSSES[name]
     expected = plain(STATES, TABLE)
     losses = loss(STATES, TABLE, torch.float64)
@@ -157,7 +157,7 @@ def test_loss_and_gradients_match_formula(
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_of_lower_precision_is_near(name: str, dtype: torch.dtype) -> None:
+def test_losses_round_in_lower_precision(name: str, dtype: torch.dtype) -> None:
     loss, plain = LOSSES[name]
     losses = loss(STATES.float(), TABLE.float(), dtype)
     assert losses.dtype == torch.float32
@@ -172,7 +172,7 @@ def test_gbce_of_t_0_is_bce() -> None:
     torch.testing.assert_close(losses, item_losses.bce(*arguments, **settings), rtol=1e-6, atol=0)
 
 
-def test_corrected_gradient_is_that_of_full_softmax() -> None:
+def test_corrected_softmax_has_full_gradient() -> None:
     """The pool has each item as often as its share, so it is the mean over pools."""
     pool = torch.arange(ITEMS).repeat_interleave(COUNTS)
     full = gradients(item_losses.full_softmax(STATES, TABLE, POSITIVES, dtype=torch.float64))
@@ -188,23 +188,23 @@ def test_corrected_gradient_is_that_of_full_softmax() -> None:
     assert (gradients(classic)[0] - full[0]).abs().max() > 0.1
 
 
-def test_own_items_are_all_pairs_of_equal_ids() -> None:
+def test_find_hits_returns_equal_pairs() -> None:
     expected = IS_HIT.nonzero()
     assert len(expected) > 2
     found = torch.stack(HITS, 1)
     assert sorted(found.tolist()) == expected.tolist()
     assert HITS[0].tolist() == sorted(HITS[0].tolist())
     empty = POSITIVES[:0]
-    assert [part.tolist() for part in own_items(empty, NEGATIVES)] == [[], []]
-    assert [part.tolist() for part in own_items(POSITIVES, empty)] == [[], []]
+    assert [part.tolist() for part in find_hits(empty, NEGATIVES)] == [[], []]
+    assert [part.tolist() for part in find_hits(POSITIVES, empty)] == [[], []]
 
 
 def test_losses_without_negatives_or_targets_are_finite() -> None:
     own = POSITIVES[:1].repeat(3)
-    hits = own_items(POSITIVES[:1], own)
+    hits = find_hits(POSITIVES[:1], own)
     states = STATES[:1]
     arguments = (states, TABLE[POSITIVES[:1]], TABLE[own])
-    shares = {"shares": torch.ones(3), "positive_shares": torch.ones(1)}
+    shares = {"probabilities": torch.ones(3), "positive_probabilities": torch.ones(1)}
     for losses in (
         item_losses.sampled_softmax(*arguments, hits=hits),
         item_losses.corrected_softmax(*arguments, hits=hits, **shares),

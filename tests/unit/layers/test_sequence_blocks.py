@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from rayrec.layers import sequence_blocks
 from rayrec.layers.sequence_blocks import (
-    ListPlaces,
+    ListElements,
     attended,
     dropped,
     silu_attention,
@@ -23,24 +23,24 @@ ATTENTION = {
 }
 
 
-def test_places_of_three_lists() -> None:
-    places = ListPlaces(torch.tensor([4, 0, 7]), torch.tensor([2, 3, 1]), width=3)
-    assert places.rows.tolist() == [1, 1, 1, 0, 0, 2]
-    assert places.place.tolist() == [0, 1, 2, 0, 1, 0]
-    assert places.age.tolist() == [2, 1, 0, 1, 0, 0]
-    assert places.item.tolist() == [0, 1, 2, 4, 5, 7]
-    assert places.last.tolist() == [4, 2, 5]
+def test_list_elements_match_example() -> None:
+    elements = ListElements(torch.tensor([4, 0, 7]), torch.tensor([2, 3, 1]), width=3)
+    assert elements.rows.tolist() == [1, 1, 1, 0, 0, 2]
+    assert elements.index.tolist() == [0, 1, 2, 0, 1, 0]
+    assert elements.age.tolist() == [2, 1, 0, 1, 0, 0]
+    assert elements.item.tolist() == [0, 1, 2, 4, 5, 7]
+    assert elements.last.tolist() == [4, 2, 5]
 
 
 def test_groups_waste_less_than_half() -> None:
-    places = ListPlaces(STARTS, LENGTHS, width=WIDTH)
-    assert [(group.width, group.places) for group in places.groups] == [
+    elements = ListElements(STARTS, LENGTHS, width=WIDTH)
+    assert [(group.width, group.elements) for group in elements.groups] == [
         (20, slice(0, 40)),
         (9, slice(40, 56)),
         (5, slice(56, 64)),
         (2, slice(64, 67)),
     ]
-    assert ListPlaces(STARTS[:0], LENGTHS[:0], width=WIDTH).groups == []
+    assert ListElements(STARTS[:0], LENGTHS[:0], width=WIDTH).groups == []
 
 
 def expected_attention(name: str, projected: torch.Tensor) -> torch.Tensor:
@@ -64,11 +64,11 @@ def test_attention_and_gradient_match_each_list_alone(
     projected = torch.randn(int(LENGTHS.sum()), 3 * HEADS * 4, generator=generator)
     projected.requires_grad_()
     has_item = LENGTHS > 0
-    places = ListPlaces(STARTS[has_item], LENGTHS[has_item], width=WIDTH)
-    mixed = attended(places, projected[places.item], heads=HEADS, attention=ATTENTION[name])
-    rows = has_item.nonzero().squeeze(1)[places.rows]
-    is_own = places.place < LENGTHS[rows]
-    number = (STARTS[rows] + places.place)[is_own]
+    elements = ListElements(STARTS[has_item], LENGTHS[has_item], width=WIDTH)
+    mixed = attended(elements, projected[elements.item], heads=HEADS, attention=ATTENTION[name])
+    rows = has_item.nonzero().squeeze(1)[elements.rows]
+    is_own = elements.index < LENGTHS[rows]
+    number = (STARTS[rows] + elements.index)[is_own]
     assert len(number) == len(projected)
     expected = expected_attention(name, projected)
     torch.testing.assert_close(mixed[is_own], expected[number])
@@ -80,7 +80,7 @@ def test_attention_and_gradient_match_each_list_alone(
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_softmax_attention_with_dropout_has_the_mean() -> None:
+def test_attention_dropout_keeps_mean() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, 4, 8) for _ in range(3))
     plain = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -89,7 +89,7 @@ def test_softmax_attention_with_dropout_has_the_mean() -> None:
     torch.testing.assert_close(mean, plain, rtol=0, atol=0.1)
 
 
-def test_dropout_keeps_share_and_repeats_by_seed() -> None:
+def test_dropout_repeats_with_seed() -> None:
     values = torch.ones(100, 1000, requires_grad=True)
     torch.manual_seed(3)
     first = dropped(values, 0.2)
@@ -105,6 +105,6 @@ def test_dropout_keeps_share_and_repeats_by_seed() -> None:
 
 def test_group_limit_is_four() -> None:
     lengths = torch.arange(64)
-    places = ListPlaces(lengths.cumsum(0) - lengths, lengths, width=64)
-    assert len(places.groups) == sequence_blocks._GROUPS == 4
-    assert places.last[lengths > 0].sort().values[-1] == len(places.rows) - 1
+    elements = ListElements(lengths.cumsum(0) - lengths, lengths, width=64)
+    assert len(elements.groups) == sequence_blocks._GROUPS == 4
+    assert elements.last[lengths > 0].sort().values[-1] == len(elements.rows) - 1

@@ -12,9 +12,9 @@ from torch.nn import functional
 from rayrec import models, recipes
 from rayrec.batch import DENSE, Batch
 from rayrec.layers import item_losses
-from rayrec.layers.item_losses import own_items
+from rayrec.layers.item_losses import find_hits
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.layers.sequence_blocks import ListPlaces
+from rayrec.layers.sequence_blocks import ListElements
 from rayrec.models.base import CandidateRows, ModelInputs, stored_model, table_key
 from rayrec.models.retrieval.sasrec import SASRecConfig
 from rayrec.training.resume import compare_settings
@@ -188,8 +188,8 @@ def plain_states(name: str, network: Any, items: torch.Tensor) -> torch.Tensor:
 
 
 def states_of(network: Any, items: Sequence[int]) -> torch.Tensor:
-    places = ListPlaces(torch.tensor([0]), torch.tensor([len(items)]), width=LENGTH)
-    return network.encode(TABLE[list(items)], places)
+    elements = ListElements(torch.tensor([0]), torch.tensor([len(items)]), width=LENGTH)
+    return network.encode(TABLE[list(items)], elements)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -241,7 +241,7 @@ def expected_losses(network: Any, config: Any) -> torch.Tensor:
         (torch.arange(2, 11),), torch.tensor([5, 5, 3, 3, 3, 1, 1, 1, 1]) / 23
     )
     sample = torch.tensor(SAMPLE)
-    settings = {"hits": own_items(ids, sample)}
+    settings = {"hits": find_hits(ids, sample)}
     arguments = (states, TABLE[ids], TABLE[sample])
     if config.loss == "full":
         return item_losses.full_softmax(states, TABLE[2:11], ids - 2)
@@ -260,9 +260,9 @@ def expected_losses(network: Any, config: Any) -> torch.Tensor:
         states,
         TABLE[ids],
         TABLE[pool],
-        hits=own_items(ids, pool),
-        shares=shares[pool],
-        positive_shares=shares[ids],
+        hits=find_hits(ids, pool),
+        probabilities=shares[pool],
+        positive_probabilities=shares[ids],
     )
 
 
@@ -286,11 +286,11 @@ def test_loss_is_mean_over_targets_or_rows(loss: str, mean: str) -> None:
         assert losses[row].item() == pytest.approx(mean_loss, rel=1e-4)
 
 
-def test_loss_from_batch_takes_at_most_negatives() -> None:
+def test_batch_loss_limits_pool() -> None:
     network = network_of("sasrec", loss="in_batch", negatives=3).train()
     outputs = outputs_of(network, {"item": LISTS}, sample=[])
     some = network.loss(outputs, BATCH)
-    # By ids 3 3 4 4 5 8 9 10: places 0, 2 and 5
+    # By ids 3 3 4 4 5 8 9 10: elements 0, 2 and 5
     pool = torch.tensor([3, 4, 8])
     states = training_states(network)
     ids = IDS
@@ -298,9 +298,9 @@ def test_loss_from_batch_takes_at_most_negatives() -> None:
         states,
         TABLE[ids],
         TABLE[pool],
-        hits=own_items(ids, pool),
-        shares=network.shares[pool - 2],
-        positive_shares=network.shares[ids - 2],
+        hits=find_hits(ids, pool),
+        probabilities=network.frequencies[pool - 2],
+        positive_probabilities=network.frequencies[ids - 2],
     )
     assert some.mean().item() == pytest.approx(expected.mean().item(), rel=1e-4)
 
@@ -358,11 +358,11 @@ def test_earlier_sasrec_is_recbole_with_row_means() -> None:
     assert stored_model(current.to_dict(), where="config.yaml") == current
 
 
-def test_shares_of_items_follow_runs() -> None:
-    shares = INPUTS.shares_of("item")
+def test_inputs_return_frequencies() -> None:
+    shares = INPUTS.frequencies_of("item")
     assert shares is not None
     assert (shares * 23).tolist() == pytest.approx([5, 5, 3, 3, 3, 1, 1, 1, 1])
-    assert INPUTS.shares_of("action") is None
+    assert INPUTS.frequencies_of("action") is None
 
 
 def test_earlier_run_resumes_with_recbole_alone() -> None:

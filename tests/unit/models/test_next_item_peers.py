@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rayrec import models
-from rayrec.layers.sequence_blocks import ListPlaces
+from rayrec.layers.sequence_blocks import ListElements
 from rayrec.models.base import CandidateRows, ModelInputs
 
 pytest.importorskip("rectools.models.nn.transformers.sasrec", exc_type=ImportError)
@@ -133,11 +133,11 @@ def test_network_matches_rectools(name: str) -> None:
     for row, items in enumerate(LISTS):
         padded[row, LENGTH - len(items) :] = torch.tensor(items)
     lengths = torch.tensor([len(items) for items in LISTS])
-    places = ListPlaces(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
+    elements = ListElements(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
     ids = torch.tensor([item for items in LISTS for item in items])
     with torch.no_grad():
         expected = theirs.encode_sessions({"x": padded}, table)
-        states = ours.encode(table[ids[places.item]], places)
-    of_places = expected[places.rows, LENGTH - 1 - places.age]
+        states = ours.encode(table[ids[elements.item]], elements)
+    of_places = expected[elements.rows, LENGTH - 1 - elements.age]
     torch.testing.assert_close(states, of_places, rtol=1e-5, atol=1e-5)
     assert states.abs().max() > math.sqrt(DIM) / 10

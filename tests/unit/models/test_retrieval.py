@@ -20,7 +20,7 @@ from torch.nn import functional
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.layers.sequence_blocks import ListPlaces
+from rayrec.layers.sequence_blocks import ListElements
 from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
 from rayrec.metrics.means import MeasureTotals, RowMetrics
 from rayrec.models.base import CandidateRows, ModelInputs
@@ -217,12 +217,12 @@ def outputs_of(
 def states_of(network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor) -> torch.Tensor:
     """Return the state after each item, [rows, LENGTH, dim]."""
     lengths = torch.tensor([len(items) for items in lists])
-    places = ListPlaces(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
+    elements = ListElements(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
     ids = torch.tensor([item for items in lists for item in items], dtype=torch.int64)
     states = torch.zeros(len(lists), LENGTH, table.shape[1])
     with torch.no_grad():
-        encoded = network.encode(table[ids[places.item]], places)
-    return states.index_put((places.rows, places.place), encoded)
+        encoded = network.encode(table[ids[elements.item]], elements)
+    return states.index_put((elements.rows, elements.index), encoded)
 
 
 BATCH = Batch({DENSE: torch.zeros(0, 0)}, 1.0)
@@ -629,7 +629,7 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
     torch.testing.assert_close(network.loss(outputs, BATCH), losses)
 
 
-def test_two_towers_use_known_frequencies() -> None:
+def test_two_towers_correct_exact_frequencies() -> None:
     known = replace(PAIRS, frequencies=(("item", ((3, 3), (1, 4))),))
     network = randomized(network_of(TOWERS, known)).train()
     rows, tables = tower_rows(40)
@@ -649,7 +649,7 @@ def test_two_towers_use_known_frequencies() -> None:
         expected = (own.logsumexp(0) - own[0]).item()
         assert losses[row].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert network.item_counts.sum() == 0
-    assert "shares" not in network.state_dict()
+    assert "frequencies" not in network.state_dict()
 
 
 def test_two_towers_training_counts_items_of_all_steps() -> None:

@@ -19,8 +19,8 @@ ENDS: Final = "frequency_ends"
 10, 100, ... rows.
 """
 FREQUENCIES: Final = "frequencies"
-"""Key in the constants of a log without labels: for each sparse column, the occurrences of its
-tokens in id order, as runs [occurrences, number of tokens].
+"""Key in the constants of a log without labels: for each sparse column, runs [occurrences, number
+of tokens], in id order.
 """
 UNKNOWN: Final = "(not in the vocabulary)"
 

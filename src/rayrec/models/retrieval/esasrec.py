@@ -14,7 +14,7 @@ from torch.nn import functional
 from rayrec.bounds import Count
 from rayrec.layers.mlp import Precision, xavier_linear
 from rayrec.layers.sequence_blocks import (
-    ListPlaces,
+    ListElements,
     attended,
     dropped,
     joint_projection,
@@ -47,16 +47,16 @@ class ESASRec(NextItemNetwork):
         self.positions = nn.Parameter(xavier_values(torch.empty(self._history, dim)))
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items + self.positions.index_select(0, places.age)
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        hidden = items + self.positions.index_select(0, elements.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
-            hidden = block(hidden, places)
+            hidden = block(hidden, elements)
         return hidden
 
 
 class _Block(nn.Module):
-    """Gated attention, then a gated SwiGLU layer, [places, dim] (LiGR: Borisyuk et al., "From
+    """Gated attention, then a gated SwiGLU layer, [elements, dim] (LiGR: Borisyuk et al., "From
     Features to Transformers: Redefining Ranking for Scalable Impact", 2025).
     """
 
@@ -77,12 +77,12 @@ class _Block(nn.Module):
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
         dtype = self._dtype
         normed = self.attention_norm(inputs)
         mixed = attended(
-            places,
+            elements,
             joint_projection(normed, normed, self.query_key_value, dtype),
             heads=self._heads,
             attention=softmax_attention(dropout),

@@ -16,7 +16,7 @@ from rayrec.bounds import Count, Positive
 from rayrec.layers.mlp import Precision, UninitializedLinear, xavier_linear
 from rayrec.layers.sequence_blocks import (
     Attention,
-    ListPlaces,
+    ListElements,
     attended,
     by_distance,
     dropped,
@@ -57,16 +57,16 @@ class FuXi(NextItemNetwork):
         )
         self._scale = math.sqrt(dim)
 
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items * self._scale + self.positions.index_select(0, places.age)
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        hidden = items * self._scale + self.positions.index_select(0, elements.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
-            hidden = block(hidden, places)
+            hidden = block(hidden, elements)
         return hidden
 
 
 class _Block(nn.Module):
-    """Attention of two channels, then feed-forward layers in two stages, [places, dim]."""
+    """Attention of two channels, then feed-forward layers in two stages, [elements, dim]."""
 
     def __init__(self, config: FuXiConfig, max_length: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class _Block(nn.Module):
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
         dtype = self._dtype
         dim = inputs.shape[1]
         normed = functional.rms_norm(inputs, (dim,), eps=_EPS)
         joint = functional.silu(linear(normed, self.joint, dtype))
         mixed = attended(
-            places, joint[:, 2 * dim :], heads=self._heads, attention=_channels(self.distances)
+            elements, joint[:, 2 * dim :], heads=self._heads, attention=_channels(self.distances)
         )
         gated = joint[:, : 2 * dim] * functional.rms_norm(mixed.float(), (2 * dim,), eps=_EPS)
         gated = dropped(gated, dropout)

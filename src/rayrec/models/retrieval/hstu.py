@@ -13,7 +13,7 @@ from torch.nn import functional
 from rayrec.bounds import Positive
 from rayrec.layers.mlp import Precision, UninitializedLinear, xavier_linear
 from rayrec.layers.sequence_blocks import (
-    ListPlaces,
+    ListElements,
     attended,
     dropped,
     linear,
@@ -51,16 +51,16 @@ class HSTU(NextItemNetwork):
         )
         self._scale = math.sqrt(dim)
 
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items * self._scale + self.positions.index_select(0, places.age)
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        hidden = items * self._scale + self.positions.index_select(0, elements.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
-            hidden = block(hidden, places)
+            hidden = block(hidden, elements)
         return hidden
 
 
 class _Block(nn.Module):
-    """Sum of earlier places' values by the SiLU of their score, times a gate, [places, dim]."""
+    """Sum of earlier elements' values by the SiLU of their score, times a gate, [elements, dim]."""
 
     def __init__(self, config: HSTUConfig, max_length: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class _Block(nn.Module):
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         shape = (inputs.shape[1],)
         normed = functional.layer_norm(inputs, shape, eps=_EPS)
         joint = functional.silu(linear(normed, self.joint, self._dtype))
         mixed = attended(
-            places,
+            elements,
             joint[:, shape[0] :],
             heads=self._heads,
             attention=silu_attention(self.distances, max_length=len(self.distances)),

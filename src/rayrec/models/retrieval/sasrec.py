@@ -13,7 +13,7 @@ from torch.nn import functional
 from rayrec.bounds import Count
 from rayrec.layers.mlp import Precision, UninitializedLinear, init_values, xavier_linear
 from rayrec.layers.sequence_blocks import (
-    ListPlaces,
+    ListElements,
     attended,
     dropped,
     joint_projection,
@@ -60,17 +60,17 @@ class SASRec(NextItemNetwork):
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(dim, eps=_LAST_EPS)
 
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        hidden = items + self.positions.index_select(0, places.age)
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        hidden = items + self.positions.index_select(0, elements.age)
         hidden = self.dropped(hidden)
         for block in self.blocks:
-            hidden = block(hidden, places)
+            hidden = block(hidden, elements)
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
 
 class _Block(nn.Module):
-    """Block in which each place attends to itself and earlier places, [places, dim]."""
+    """Block in which each place attends to itself and earlier elements, [elements, dim]."""
 
     def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ class _Block(nn.Module):
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
         query = self.query_norm(inputs)
         mixed = attended(
-            places,
+            elements,
             joint_projection(query, inputs, self.query_key_value, self._dtype),
             heads=self._heads,
             attention=softmax_attention(dropout),
@@ -118,16 +118,16 @@ class RecBoleSASRec(NextItemNetwork):
             _RecBoleBlock(config, dtype=self._dtype) for _ in range(config.blocks)
         )
 
-    def encode(self, items: torch.Tensor, places: ListPlaces) -> torch.Tensor:
-        positions = self.positions.index_select(0, places.place.clamp(max=self._length - 2))
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        positions = self.positions.index_select(0, elements.index.clamp(max=self._length - 2))
         hidden = self.dropped(self.norm(items + positions))
         for block in self.blocks:
-            hidden = block(hidden, places)
+            hidden = block(hidden, elements)
         return hidden
 
 
 class _RecBoleBlock(nn.Module):
-    """Block in which each place attends to itself and earlier places, [places, dim]."""
+    """Block in which each place attends to itself and earlier elements, [elements, dim]."""
 
     def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,10 +143,10 @@ class _RecBoleBlock(nn.Module):
         self._dropout = config.dropout
         self._dtype = dtype
 
-    def forward(self, inputs: torch.Tensor, places: ListPlaces) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
         mixed = attended(
-            places,
+            elements,
             joint_projection(inputs, inputs, self.query_key_value, self._dtype),
             heads=self._heads,
             attention=softmax_attention(dropout),

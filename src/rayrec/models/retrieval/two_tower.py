@@ -121,7 +121,7 @@ class TwoTower(nn.Module):
     """Two MLPs with outputs of norm 1."""
 
     item_counts: torch.Tensor
-    shares: torch.Tensor
+    frequencies: torch.Tensor
 
     def __init__(
         self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision
@@ -142,9 +142,11 @@ class TwoTower(nn.Module):
         self.item_tower = tower(len(self._items) * dim, config.item_tower)
         # For items without known frequencies. Saved, as in earlier versions
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
-        shares = inputs.shares_of(self._items[0])
+        frequencies = inputs.frequencies_of(self._items[0])
         unknown = torch.empty(0, device="cpu")
-        self.register_buffer("shares", unknown if shares is None else shares, persistent=False)
+        self.register_buffer(
+            "frequencies", unknown if frequencies is None else frequencies, persistent=False
+        )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return vectors `user` and `item` [rows, vector], the item's `ids` [rows], and the item
@@ -242,9 +244,9 @@ class TwoTower(nn.Module):
         float32 [ids]. If the Preprocessor has none, of recent rows and the step's. In an
         evaluation, the step does not count for later ones.
         """
-        if len(self.shares):
+        if len(self.frequencies):
             # Reserved ids, with any value, are no candidates
-            return self.shares[self._candidates.numbers(ids).clamp(min=0)].log()
+            return self.frequencies[self._candidates.numbers(ids).clamp(min=0)].log()
         if not len(ids):
             return self.item_counts.new_zeros(0)
         bucket = ids % _BUCKETS

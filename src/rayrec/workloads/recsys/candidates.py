@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +95,31 @@ def _candidate_rows(column: SparseColumn) -> CandidateRows:
     return replace(rows, missing=column.missing_id) if is_separate else rows
 
 
+@final
+@dataclass(frozen=True)
+class SampledRows:
+    """Rows of a table that are drawn for each step, equal on all workers and in resumed runs."""
+
+    candidates: CandidateRows
+    """Rows that may be drawn, each with the same probability."""
+    num_embeddings: int
+    """Number of all rows."""
+    count: int
+    """Number of drawn rows."""
+    seed: int
+    """Seed of the run."""
+
+    def __call__(self, epoch: int, first_row: int) -> np.ndarray:
+        """Return the rows for the step that begins at a row of an epoch, int32 [count]."""
+        candidates = self.candidates
+        if candidates.stop is None:
+            candidates = replace(candidates, stop=self.num_embeddings)
+        draw = np.random.default_rng([self.seed, epoch, first_row])
+        numbers = draw.integers(0, max(1, candidates.count or 0), self.count, np.int32)
+        ids: np.ndarray = candidates.ids(numbers)
+        return ids
+
+
 def check_candidates(
     model: ClickModelConfig, preprocessor: Preprocessor, *, note: Callable[[str], None]
 ) -> None:
@@ -115,7 +140,7 @@ def check_candidates(
             f"{type(model).__name__} predicts them. Leave out max_num_embeddings, num_embeddings "
             "and hashes."
         )
-    if model.needs_frequencies() and inputs.shares_of(feature) is None:
+    if model.needs_frequencies() and inputs.frequencies_of(feature) is None:
         raise InputError(
             f"workload.model.loss: this loss needs the frequencies of column {feature}, which the "
             "Preprocessor lacks. Build it again (`rayrec vocabulary`), or choose --workload.model."

@@ -33,7 +33,7 @@ from rayrec.checkpoint.communicator import Communicator
 from rayrec.compat.torch_compat import move_wrapped_module
 from rayrec.config import InputError
 from rayrec.data.encoding.clipping import ClipSum
-from rayrec.ingest.batches import ClickBatches, SampledRows
+from rayrec.ingest.batches import ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, Position
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import MappedSource, TaskSource
@@ -46,7 +46,7 @@ from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import TrainLoader, WorkerContext, WorkerSetup
-from rayrec.workloads.recsys.candidates import bin_ends, candidate_rows, frequencies
+from rayrec.workloads.recsys.candidates import SampledRows, bin_ends, candidate_rows, frequencies
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model

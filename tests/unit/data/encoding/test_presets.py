@@ -461,7 +461,7 @@ def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> N
     assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
 
 
-def test_frequencies_of_logs_without_labels_are_exact_runs(tmp_path: Path) -> None:
+def test_unlabelled_logs_have_exact_frequencies(tmp_path: Path) -> None:
     values = [3] * 4 + [5] * 2 + [6] * 2 + [7] + [8] + [9]
     lines = [f"1\t1\t{value:08x}\t{value % 2:08x}\n" for value in values]
     schema = SCHEMA.replace(label=None)
@@ -473,7 +473,7 @@ def test_frequencies_of_logs_without_labels_are_exact_runs(tmp_path: Path) -> No
         "D": [[8, 1], [3, 1]],
     }
     inputs = model_inputs(preprocessor)
-    shares = inputs.shares_of("C")
+    shares = inputs.frequencies_of("C")
     assert shares is not None
     assert (shares * 11).tolist() == pytest.approx([4, 2, 2, 1, 1, 1])
     ids = np.asarray(preprocessor.encode(read_segments(index.segments, schema)).ids[0])
