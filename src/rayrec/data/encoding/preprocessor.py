@@ -19,6 +19,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoding.category_names import CategoryNames
 from rayrec.data.encoding.encoder import (
     DENSE_KINDS,
     Derivation,
@@ -102,6 +103,8 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
 #
 #   description    preprocessor.json: rules of columns; small; hashed
 #   tokens         tokens.npy: vocabularies in id order; hashed
+#   names          names.arrow: texts of one vocabulary, for answers; not hashed, since no input of
+#                  a model depends on them; their checksum is in preprocessor.json
 #   slots          lookup tables, made from tokens once per process tree; shared, never stored
 #   encoder        pointers into `slots`; made in each process, never pickled
 #
@@ -135,6 +138,10 @@ class Preprocessor:
     """Expansion of each id to a bag of several. None: no expansion."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Inputs of the preset: its rules, the number of counted rows, and others."""
+    names: CategoryNames | None = None
+    """Texts of the categories that a retrieval model answers with. None: unknown, as in those of
+    earlier versions and of other models.
+    """
 
     def __post_init__(self) -> None:
         if (len(self.dense), len(self.sparse)) != (len(self.dense_names), len(self.inputs.sparse)):
@@ -155,6 +162,15 @@ class Preprocessor:
                 f"preprocessor: has {len(self.tokens)} tokens, but its columns need {expected}; "
                 "build it again"
             )
+        names = self.names
+        if names is not None:
+            vocabulary = self.vocabulary(self.inputs.sparse.index(names.column))
+            num_texts = names.num_tokens if names.texts is None else len(names.texts)
+            if not num_texts == names.num_tokens <= len(vocabulary):
+                raise InputError(
+                    f"preprocessor: has {num_texts} texts of column {names.column}, whose "
+                    f"vocabulary has {len(vocabulary)}; build it again"
+                )
 
     def check(self) -> None:
         """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises
@@ -292,9 +308,16 @@ class Preprocessor:
         named = {table.name: table for table in (*self.schema.tables, *tables)}
         return self._with_schema(self.schema.replace(tables=tuple(named.values())))
 
+    def with_names(self, names: CategoryNames) -> Preprocessor:
+        """Return the same Preprocessor with texts of categories. Its hash is the same."""
+        return self._with_slots(replace(self, names=names))
+
     def _with_schema(self, schema: Schema) -> Preprocessor:
         """Return the same Preprocessor with a schema of the same columns."""
-        changed = replace(self, schema=schema)
+        return self._with_slots(replace(self, schema=schema))
+
+    def _with_slots(self, changed: Preprocessor) -> Preprocessor:
+        """Return a changed Preprocessor with this one's lookup tables."""
         if "slots" in self.__dict__:  # Slow to build
             changed.__dict__["slots"] = self.slots
         return changed
@@ -332,12 +355,13 @@ class Preprocessor:
         return digest.hexdigest()[:16]
 
     def save(self, folder: str) -> None:
-        """Write tokens.npy, then preprocessor.json with the hash."""
+        """Write tokens.npy and the texts, then preprocessor.json with the hash."""
+        names = {} if self.names is None else {"names": self.names.save(folder)}
         with storage.writing(storage.join(folder, "tokens.npy")) as path, open(path, "wb") as file:
             np.save(file, self.tokens, allow_pickle=False)
         storage.write_json(
             storage.join(folder, "preprocessor.json"),
-            {**self.describe(), **self._formulas(), "hash": self.hash()},
+            {**self.describe(), **self._formulas(), **names, "hash": self.hash()},
         )
 
     def _formulas(self) -> dict[str, Any]:
@@ -374,6 +398,7 @@ class Preprocessor:
                 file_minimum=stored["file_minimum"],
                 multi_hot=MultiHot().updated(stored["multi_hot"]) if stored["multi_hot"] else None,
                 constants=stored["constants"],
+                names=CategoryNames.load(folder, stored["names"]) if "names" in stored else None,
             )
             self.check()
         except InputError as error:

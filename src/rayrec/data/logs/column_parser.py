@@ -539,6 +539,23 @@ class ColumnParser:
         )
         return resolved(pc.list_flatten(array)), lengths, bad
 
+    def present_items(self, name: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+        """Return the present categories of a column of single categories or lists, [values], their
+        tokens, uint64 [values], and their number in each row, int64 [rows].
+        """
+        items = self.array(name)
+        rows = len(items)
+        lengths = np.ones(rows, np.int64)
+        if types.is_null(items.type):
+            return items[:0], np.zeros(0, np.uint64), np.zeros(rows, np.int64)
+        if name in self.schema.lists:
+            items, lengths, _ = self.items(items, name, self.schema.feature(name))
+        tokens = np.zeros(len(items), np.uint64)
+        status, _ = self._categories(items, name, tokens)
+        present = np.flatnonzero(status == VALUE)
+        row_of = np.repeat(np.arange(rows), lengths)[present]
+        return items.take(pa.array(present)), tokens[present], np.bincount(row_of, minlength=rows)
+
     def _list_weights(
         self, feature: Feature, lengths: np.ndarray, present: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,9 @@
 """Rows of raw logs in any format, their line numbers, and the values of single columns."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import final
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +16,7 @@ from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.random_log import read_random
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows, read_label_column, read_tables
-from rayrec.data.logs.table_parser import argument_values, derived_columns
+from rayrec.data.logs.table_parser import argument_values, category_items, derived_columns
 from rayrec.data.logs.text_log import read_segments, read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
@@ -146,6 +148,35 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
         pa.large_string()
     )
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
+
+
+@final
+@dataclass(frozen=True)
+class Categories:
+    """Present values of a column of categories."""
+
+    items: pa.Array
+    """Values as in the file, [values]."""
+    tokens: np.ndarray
+    """Their tokens, uint64 [values]."""
+    lengths: np.ndarray
+    """Number of values in each row, int64 [rows]."""
+
+
+def read_categories(part: SegmentRange, column: str, schema: Schema) -> Categories:
+    """Return the categories of a column in a part of a table, all of a list, whatever its
+    `max_length`.
+    """
+    segment = part.segment
+    is_derived = column in schema.derived
+    columns = None if is_derived else [column]
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=columns)
+    if is_derived:
+        table = derived_columns(table, schema, path=segment.path)
+    if segment.rows != segment.stop - segment.start:
+        table = table.take(pa.array(good_rows(segment, schema)))
+    table = table.slice(part.start, part.rows)
+    return Categories(*category_items(table, column, schema, path=segment.path))
 
 
 def argument_columns(part: SegmentRange, nodes: Sequence[Node], schema: Schema) -> pa.Table:

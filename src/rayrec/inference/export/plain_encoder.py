@@ -56,6 +56,7 @@ _STORED = {
     "multi_hot",
     "constants",
     "formulas",
+    "names",
     "hash",
 }
 _SCHEMA = {

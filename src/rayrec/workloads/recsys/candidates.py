@@ -161,6 +161,23 @@ def check_candidates(
         )
 
 
+def named_column(model: ClickModelConfig, preprocessor: Preprocessor) -> str | None:
+    """Return the column of a retrieval model's candidates if its Preprocessor should have their
+    texts: if each has an id of its own, and not all are known already.
+    """
+    column = model.candidate_feature(model_inputs(preprocessor))
+    if column is None or preprocessor.schema.tokens != "any":
+        return None
+    number = preprocessor.inputs.sparse.index(column)
+    if not preprocessor.sparse[number].has_unique_ids:
+        return None
+    names = preprocessor.names
+    is_named = names is not None and names.column == column
+    if is_named and names is not None and names.num_tokens == len(preprocessor.vocabulary(number)):
+        return None
+    return column
+
+
 @dataclass(frozen=True)
 class TargetCheck:
     """Check that a retrieval model finds targets in the rows of a set."""

@@ -280,8 +280,30 @@ class ClickWorkload(ClickSettings):
         preprocessor = self._configured_preprocessor(path, teacher) or self._build_preprocessor(
             index, context, counting
         )
+        preprocessor = self._with_names(preprocessor, index, context)
         preprocessor.save(folder)
         return preprocessor
+
+    def _with_names(
+        self, preprocessor: Preprocessor, index: LogIndex, context: RunContext
+    ) -> Preprocessor:
+        """Return the Preprocessor of a retrieval model with the texts of its candidates."""
+        from rayrec.data.encoding.name_search import find_names
+        from rayrec.workloads.recsys.candidates import named_column
+
+        column = named_column(self.model, preprocessor)
+        if column is None or index.is_preprocessed:
+            return preprocessor
+        rows = self._counted_rows(index, context.config)
+        parts = tuple(index.parts(*rows))
+        names = find_names(preprocessor, column, parts, engine=context.engine)
+        if names is None:
+            context.note(
+                f"{context.config.train_data.path}: has not all categories of column {column} in "
+                "the vocabulary, so predictions have the tokens of items, not their texts"
+            )
+            return preprocessor
+        return preprocessor.with_names(names)
 
     def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
         """Return the Preprocessor of preprocessed data, teacher or configuration, or None. Raises
