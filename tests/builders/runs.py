@@ -119,7 +119,7 @@ def check_same_in_two_parts(config: TrainConfig, whole: Result, *, steps: int) -
 
 
 def evaluated_and_predicted(
-    checkpoint: str, log: str, out: Path, **options: Any
+    checkpoint: str, log: str, out: Path, *, exclude_seen: bool = True, **options: Any
 ) -> tuple[dict[str, Any], pa.Table]:
     """Return the metrics of a log and its predictions in order, which are written to OUT."""
     metrics = rayrec.evaluate(checkpoint, log, console=QUIET, **options)
@@ -128,6 +128,7 @@ def evaluated_and_predicted(
         log,
         out=str(out),
         console=QUIET,
+        exclude_seen=exclude_seen,
         **options,
     )
     return metrics, pq.read_table(out).sort_by("row")

@@ -87,7 +87,9 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     metrics = rayrec.evaluate(run.checkpoint, evaluated, console=QUIET)
     present = present_items(later)
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
-    _, predicted = evaluated_and_predicted(complete.checkpoint, before, tmp_path / "scores")
+    _, predicted = evaluated_and_predicted(
+        complete.checkpoint, before, tmp_path / "scores", exclude_seen=False
+    )
     results = []
     unknown = 0
     for items, order, scores in zip(

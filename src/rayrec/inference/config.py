@@ -37,6 +37,14 @@ class PredictionConfig(ScoringConfig):
     """Columns of the input to write next to the predictions, unchanged. They need not be model
     inputs. Click models only.
     """
+    k: Count | None = None
+    """Number of items to recommend, at most all known ones. None: that of the model. Retrieval
+    models only.
+    """
+    exclude_seen: bool = True
+    """Whether to leave out the items that a row has already: its list of items, and `seen`.
+    Retrieval models only.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,15 +47,21 @@ def predict(
 ) -> ray.data.Dataset:
     """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the
     Dataset is read. The Dataset has `row`, the int64 position over all files of the input, from 0,
-    and the workload's columns. Click models have `score` and `logit`, float32, `label` if present,
-    and the input's own columns `options.keep`, with their values and types there. Invalid lines
+    and the workload's columns. Click models have `score` and `logit`, float32, and `label` if
+    present; retrieval models `items`, lists of the users' ids, the best first, and `scores`. Both
+    have the input's own columns `options.keep`, with their values and types there. Invalid lines
     have a position but no prediction. Raises InputError for an unusable checkpoint or input. Later
     damage fails the read.
     """
     options = options or PredictionConfig()
     request = ScoringRequest(checkpoint, path, config, options, console or Console())
     opened = request.open(
-        evaluating=False, spare_cpus=1, as_dataset=True, extra_columns=options.keep
+        evaluating=False,
+        spare_cpus=1,
+        as_dataset=True,
+        extra_columns=options.keep,
+        k=options.k,
+        exclude_seen=options.exclude_seen,
     )
     return opened.dataset()
 
@@ -77,9 +83,20 @@ def predict_to(
     """
     options = options or PredictionConfig()
     request = ScoringRequest(checkpoint, path, config, options, console or Console())
-    opened = request.open(evaluating=False, spare_cpus=0, extra_columns=options.keep)
+    opened = request.open(
+        evaluating=False,
+        spare_cpus=0,
+        extra_columns=options.keep,
+        k=options.k,
+        exclude_seen=options.exclude_seen,
+    )
     start = time.monotonic()
-    inputs = {**_job_inputs(opened, request), "keep": list(options.keep)}
+    inputs = {
+        **_job_inputs(opened, request),
+        "keep": list(options.keep),
+        "k": options.k,
+        "exclude_seen": options.exclude_seen,
+    }
     with (
         resumable_job(out, inputs, last_file=None) as job,
         Parts(job.folder) as parts,

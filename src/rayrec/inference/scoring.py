@@ -300,6 +300,8 @@ class ScoringRequest:
         ranking_k: tuple[int, ...] = (),
         extra_columns: tuple[str, ...] = (),
         as_dataset: bool = False,
+        k: int | None = None,
+        exclude_seen: bool = True,
     ) -> ScoringJob:
         """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`,
         creates a Dataset, which needs Ray. Raises InputError for an unusable checkpoint or input,
@@ -308,6 +310,11 @@ class ScoringRequest:
         if extra_columns and self.config.workload.table_schema is None:
             raise InputError(
                 f"keep: recipe {self.config.recipe} does not score rows with columns. Remove keep."
+            )
+        if (k is not None or not exclude_seen) and self.config.workload.table_schema is None:
+            name = "exclude_seen" if k is None else "k"
+            raise InputError(
+                f"{name}: recipe {self.config.recipe} does not recommend items. Remove {name}."
             )
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
@@ -333,6 +340,8 @@ class ScoringRequest:
                 slice_by=slice_by,
                 ranking_k=ranking_k,
                 extra_columns=extra_columns,
+                k=k,
+                exclude_seen=exclude_seen,
                 counts_clipped=not as_dataset,
             )
         )

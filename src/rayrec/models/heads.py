@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     Outputs = Mapping[str, torch.Tensor]
 
 Tokens = Callable[[str], np.ndarray]
-"""Function from a feature name to the category of each id, int64 [num_embeddings]."""
+"""Function from a feature name to the user's own id of each table row, int64 or text as objects
+[num_embeddings].
+"""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class ItemsHead(Head):
     def json_schema(self) -> dict[str, Any]:
         return {
             self.name: many(
-                many({"type": "integer"}, f"Categories of {self.feature}."),
+                many({"type": ["integer", "string"]}, f"Categories of {self.feature}."),
                 "The best, the best first.",
             ),
             "scores": many(many({"type": "number"}, "Scores."), "What they were chosen by."),

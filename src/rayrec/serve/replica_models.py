@@ -20,7 +20,7 @@ import orjson
 
 from rayrec.config import InputError
 from rayrec.data.encoding.clipping import ClipCounter
-from rayrec.data.encoding.known_categories import OOVCounter, tokens_by_id
+from rayrec.data.encoding.known_categories import OOVCounter, ids_by_row
 from rayrec.data.features.lookups import current_tables
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
@@ -53,7 +53,7 @@ class ScoreResponse:
         categories, row by row.
         """
         fields: dict[str, Any] = {
-            **self.fields,
+            **{name: _json_values(field) for name, field in self.fields.items()},
             "unknown": self.unknown.sum(axis=1, dtype=np.int32),
             "model": self.model,
             "preprocessor": self.preprocessor,
@@ -63,6 +63,11 @@ class ScoreResponse:
                 [self.columns[i] for i in np.flatnonzero(row).tolist()] for row in self.unknown
             ]
         return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _json_values(field: np.ndarray) -> np.ndarray | list[Any]:
+    """Return values that orjson takes: texts as a list."""
+    return field.tolist() if field.dtype == object else field
 
 
 @final
@@ -78,7 +83,7 @@ class BatchScorer:
         self._unknown = OOVCounter(model.preprocessor)
         self._clips = ClipCounter(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
-        self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
+        self._tokens = functools.cache(functools.partial(ids_by_row, model.preprocessor))
         self._counters = counters
 
     def answer(
@@ -134,6 +139,8 @@ class BatchScorer:
             return outcome
         body_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
         for field in body_fields.values():
+            if field.dtype == object:  # Texts
+                continue
             if np.count_nonzero(np.isfinite(field)) < field.size:  # In 0.5 µs; `all` takes 2 µs
                 row = int(np.isfinite(field).reshape(len(field), -1).all(axis=1).argmin())
                 return RequestError(

@@ -296,6 +296,10 @@ class ScoringContext:
     """Ranks k of metrics@k for click models with groups. Empty means 10."""
     extra_columns: tuple[str, ...] = ()
     """Columns of the raw rows to return unchanged, next to the predictions. Click models only."""
+    k: int | None = None
+    """Number of items that a retrieval model predicts. None: that of the model."""
+    exclude_seen: bool = True
+    """Whether a retrieval model predicts no items that a row has already."""
     counts_clipped: bool = False
     """Whether tables tell which numbers are beyond their bounds (`Scoring.bounded`)."""
     evaluation_rows: bool = False

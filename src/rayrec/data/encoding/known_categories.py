@@ -11,6 +11,7 @@ import numpy as np
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
 from rayrec.data.encoding.encoder import Encoder
+from rayrec.data.encoding.own_ids import OwnIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
 
@@ -88,21 +89,21 @@ def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     return ends
 
 
-def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
-    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings].
-    The token is the category if it is an integer, else the 64-bit hash of its text. Raises
-    InputError for a hashed column.
+def ids_by_row(preprocessor: Preprocessor, column: str) -> np.ndarray:
+    """Return the user's own id of each table row of a sparse column (`OwnIds`), [num_embeddings]:
+    int64, -1 if a row has none, or texts as objects, None if it has none. Raises InputError for a
+    hashed column.
     """
     number = preprocessor.inputs.sparse.index(column)
     rule = preprocessor.sparse[number]
-    tokens = preprocessor.vocabulary(number)
     if not rule.has_unique_ids:
         raise InputError(
             f"column {column}: ids must belong to one category each. Use a vocabulary without a "
             "limit."
         )
-    result = np.full(rule.num_embeddings, -1, np.int64)
-    result[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
+    own = OwnIds(preprocessor, column).as_objects
+    result = np.full(rule.num_embeddings, None if own.dtype == object else -1, own.dtype)
+    result[rule.ids()] = own
     return result
 
 

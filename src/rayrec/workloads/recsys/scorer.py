@@ -58,10 +58,11 @@ class PlainModel(nn.Module):
         sequences: tuple[str, ...] = (),
         unpooled: tuple[str, ...] = (),
         tables: tuple[str, ...] = (),
+        candidates: str | None = None,
     ) -> None:
         """`width` is the embedding width. Features: `sequences` with unpooled embeddings,
         `unpooled` whose tables have unpooled names in a checkpoint, `tables` whose full table the
-        network reads.
+        network reads, `candidates` of the items among which a retrieval model selects.
         """
         super().__init__()
         self.network = network
@@ -71,6 +72,7 @@ class PlainModel(nn.Module):
         self.sequences = sequences
         self._unpooled = unpooled
         self.tables = tables
+        self.candidates = candidates
         # Modules are slow to answer this, and requests may have one row
         self._has_predict = hasattr(network, "predict")
         self.predicts_by_tables = True
@@ -140,6 +142,16 @@ class PlainModel(nn.Module):
             tables=dict(zip(self.tables, tables, strict=False)),
         )
 
+    @property
+    def has_queries(self) -> bool:
+        """Whether the network has vectors of rows and items, whose dot products are scores."""
+        return hasattr(self.network, "queries") and hasattr(self.network, "item_vectors")
+
+    @property
+    def has_item_vectors(self) -> bool:
+        """Whether the vectors of all candidates follow from their full table."""
+        return self.candidates in self.tables
+
     def table_weights(self) -> dict[str, str]:
         """Return the weight name of each feature's table in a checkpoint, without `PREFIX`."""
         return {
@@ -193,6 +205,43 @@ class ClickScorer:
     def heads(self) -> Sequence[Head]:
         """Prediction heads, the main head first."""
         return self._model.heads
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the network and the tables."""
+        return self._device
+
+    @property
+    def model(self) -> PlainModel:
+        """Network, without tables."""
+        return self._model
+
+    def queries(self, rows: EncodedRows) -> torch.Tensor:
+        """Return the vectors of rows of a retrieval model, float32 [rows, dim]."""
+        with torch.inference_mode():
+            dense, *embedding_inputs = self.inputs(rows)
+            outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
+            queries: torch.Tensor = self._model.network.queries(outputs)  # type: ignore[operator]
+            return queries.float()
+
+    def item_vectors(self) -> torch.Tensor:
+        """Return the vectors of all candidates of a retrieval model, float32 [candidates, dim]."""
+        rows = self._empty_row()
+        with torch.inference_mode():
+            dense, *embedding_inputs = self.inputs(rows, measuring=True)
+            outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
+            vectors: torch.Tensor = self._model.network.item_vectors(outputs)  # type: ignore[operator]
+            return vectors.float()
+
+    def _empty_row(self) -> EncodedRows:
+        """Return one row with the first id of each feature, and empty lists."""
+        inputs = self._model.inputs
+        lists = dict(inputs.lists)
+        ids: list[Ids] = []
+        for name in inputs.features:
+            empty = JaggedIds(np.zeros(0, np.int32), np.zeros(1, np.int32))
+            ids.append(empty if name in lists else np.zeros(1, np.int32))
+        return EncodedRows(np.zeros((1, inputs.num_dense), np.float32), ids, {})
 
     def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
         """Return the heads' predictions [rows, ...] by tensor name. For labels, these are float32
@@ -324,6 +373,7 @@ def empty_model(
         sequences=config.sequences(inputs),
         unpooled=unpooled_features(config, inputs),
         tables=config.full_tables(inputs),
+        candidates=config.candidate_feature(inputs),
     )
     model.predicts_by_tables = config.TRAINS_ON_TABLES
     return model.eval().requires_grad_(requires_grad=False)

@@ -14,26 +14,45 @@ import pyarrow as pa
 from rayrec import host_resources, storage
 from rayrec.config import InputError, suggest
 from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy
-from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
-from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, tokens_by_id
+from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, ids_by_row
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.extra_columns import ExtraColumns, find_types
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
-from rayrec.data.logs.reading import first_lines, good_lines, name_slices, read_column
+from rayrec.data.logs.reading import (
+    first_lines,
+    good_lines,
+    name_slices,
+    read_categories,
+    read_column,
+)
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
 from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
-from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
+from rayrec.models.heads import BinaryHead, Head, ItemsHead, LabelHead, labels_accumulator
+from rayrec.models.next_item import SEEN
 from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext, TrainConfig
 from rayrec.workloads.recsys.candidates import model_inputs
-from rayrec.workloads.recsys.scorer import ClickScorer, load_preprocessor, load_scorer
+from rayrec.workloads.recsys.recommender import (
+    ItemLists,
+    Recommender,
+    TopItems,
+    check_recommends,
+    joined,
+)
+from rayrec.workloads.recsys.scorer import (
+    ClickScorer,
+    empty_model,
+    load_preprocessor,
+    load_scorer,
+)
 from rayrec.workloads.recsys.settings import ClickSettings, check_grouped
 from rayrec.workloads.run_config import DataConfig
 from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
@@ -45,6 +64,10 @@ BATCH_ROWS: Final = 2048
 """Maximum rows per encoded batch."""
 _OUTPUT = "output:"
 """Prefix of head outputs in scored columns."""
+_ITEMS: Final = "recommended:"
+"""Prefix of the fields of TopItems in scored columns."""
+_ITEM_COLUMNS: Final = ("items", "scores")
+"""Columns of recommended items in tables of scores."""
 
 
 # Who does what, to score a log:
@@ -57,8 +80,8 @@ _OUTPUT = "output:"
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled
     logs, `label`. Further labels L have `score_L`, `logit_L`, `label_L`, other heads
-    `Head.columns`. The log's own `context.extra_columns` follow. Invalid lines count as positions
-    without a score.
+    `Head.columns`. Retrieval models have `items`, lists of the users' ids, and `scores`. The log's
+    own `context.extra_columns` follow. Invalid lines count as positions without a score.
     """
     preprocessor = _load_preprocessor(workload, context)
     heads = workload.model.output_heads(model_inputs(preprocessor))
@@ -69,7 +92,10 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     context = _with_lists(context, schema)
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
-    _check_extra(context, schema, heads)
+    k = _items_per_row(workload, context, preprocessor, measuring=measuring)
+    if k is not None:
+        heads = _beside_items(heads, context.extra_columns)
+    _check_extra(context, schema, heads, also=() if k is None else _ITEM_COLUMNS)
     index, set_name, rows = _index(context, schema, dict.fromkeys((*columns, *frequencies)))
     blocks = _blocks(context, index, rows)
     engine = context.engine()
@@ -87,6 +113,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         extra=find_types(context.extra_columns, index, engine),
         counts_clipped=context.counts_clipped,
+        k=k,
+        exclude_seen=context.exclude_seen,
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
@@ -108,7 +136,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
             "preprocessor": preprocessor.hash(),
         },
         thread_safe=True,
-        is_clicks=isinstance(heads[0], BinaryHead),
+        is_clicks=any(isinstance(head, BinaryHead) for head in heads[:1]),
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
         set_name=set_name,
         first_row=rows[0],
@@ -129,6 +157,39 @@ def _load_preprocessor(workload: ClickSettings, context: ScoringContext) -> Prep
             "ranking_k: metrics at k require groups. Name the group column with --group."
         )
     return preprocessor
+
+
+def _items_per_row(
+    workload: ClickSettings, context: ScoringContext, preprocessor: Preprocessor, *, measuring: bool
+) -> int | None:
+    """Return the number of items to predict for each row, None if none are. Raises InputError if
+    they are asked for of a model that cannot recommend.
+    """
+    if context.evaluating or measuring:
+        return None
+    is_asked = context.k is not None or not context.exclude_seen
+    if not is_asked and workload.model.candidate_feature(model_inputs(preprocessor)) is None:
+        return None
+    model = empty_model(
+        workload.model, preprocessor=preprocessor, precision=context.config.precision
+    )
+    try:
+        check_recommends(model, preprocessor)
+    except InputError as error:
+        if is_asked:
+            name = "exclude_seen" if context.k is None else "k"
+            raise InputError(f"{name}: {error}") from None
+        return None
+    return context.k or int(getattr(workload.model, "k", DEFAULT_KS[-1]))
+
+
+def _beside_items(heads: Sequence[Head], kept: Sequence[str]) -> tuple[Head, ...]:
+    """Return the heads that are written beside recommended items: vectors, unless the rows' own
+    column of that name is kept.
+    """
+    return tuple(
+        head for head in heads if not isinstance(head, ItemsHead) and head.name not in kept
+    )
 
 
 def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) -> bool:
@@ -208,11 +269,13 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
     return tuple(columns)
 
 
-def _check_extra(context: ScoringContext, schema: Schema, heads: Sequence[Head]) -> None:
+def _check_extra(
+    context: ScoringContext, schema: Schema, heads: Sequence[Head], *, also: Sequence[str]
+) -> None:
     """Check that the log has the columns to keep, and that predictions have other names. Raises
     InputError.
     """
-    predicted = {"row", *(name for head in heads for name in _table_columns(head))}
+    predicted = {"row", *also, *(name for head in heads for name in _table_columns(head))}
     for name in context.extra_columns:
         if name in predicted:
             raise InputError(
@@ -395,6 +458,10 @@ class _ScoringTask:
     """Columns of the log that are returned unchanged."""
     counts_clipped: bool
     """Flag to return which numbers are beyond their bounds."""
+    k: int | None
+    """Number of items to predict. None: none."""
+    exclude_seen: bool
+    """Flag to leave out the items that a row has already."""
 
     def load(self, device: Device) -> BlockScorer:
         preprocessor = self.preprocessor.get()
@@ -411,8 +478,12 @@ class _ScoringTask:
         self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
     ) -> BlockScorer:
         """Return a scorer of these blocks."""
+        recommender = None if self.k is None else Recommender(scorer, preprocessor)
         return BlockScorer(
-            lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows
+            lambda number: _LogBlock(
+                self, preprocessor, blocks[number], scorer, recommender=recommender
+            ),
+            self.batch_rows,
         )
 
 
@@ -426,6 +497,8 @@ class _LogBlock:
         preprocessor: Preprocessor,
         scored: ScoredBlock,
         scorer: ClickScorer,
+        *,
+        recommender: Recommender | None = None,
     ) -> None:
         self._task = task
         self._preprocessor = preprocessor
@@ -434,6 +507,10 @@ class _LogBlock:
         self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
         self._opened = open_block(scored.block, preprocessor, labelled=task.labelled)
         self.rows = scored.block.rows
+        self._recommender = recommender
+        self._heads = scorer.heads
+        if recommender is not None:
+            self._heads = _beside_items(scorer.heads, task.extra.types.names)
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
         self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
 
@@ -441,9 +518,12 @@ class _LogBlock:
         rows = self._opened.encode(start, stop)
         if self._task.measuring:
             return self._scorer.measure(rows)
-        columns = {
-            f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()
-        }
+        columns = {}
+        if self._heads:
+            values_of = self._scorer.predict(rows)
+            columns = {f"{_OUTPUT}{name}": values for name, values in values_of.items()}
+        if self._recommender is not None:
+            columns |= self._recommended(self._recommender, rows, start, stop)
         columns |= {
             f"label{head.suffix}": rows.labels[head.name]
             for head in self._label_heads
@@ -460,6 +540,44 @@ class _LogBlock:
             columns |= self._clips.columns(rows.dense)
         return columns
 
+    def _recommended(
+        self, recommender: Recommender, rows: EncodedRows, start: int, stop: int
+    ) -> dict[str, np.ndarray]:
+        """Return the fields of TopItems of rows [start, stop)."""
+        assert self._task.k is not None
+        excluded = None
+        if self._task.exclude_seen:
+            excluded = joined([items.between(start, stop) for items in self._seen])
+        top = recommender.top(recommender.queries(rows), self._task.k, excluded=excluded)
+        return {f"{_ITEMS}{name}": values for name, values in top._asdict().items()}
+
+    @functools.cached_property
+    def _seen(self) -> list[ItemLists]:
+        """Items that the block's rows have already: those of `seen`, and of the list of items,
+        whatever its `max_length`.
+        """
+        assert self._recommender is not None
+        lists = self._preprocessor.inputs.lists
+        names = [name for name in (SEEN, self._recommender.feature) if name in lists]
+        if self._opened.raw is None:
+            return [self._encoded_items(name) for name in names]
+        found = []
+        for name in names:
+            parts = [read_categories(part, name, self._schema) for part in self._scored.block.parts]
+            tokens = np.concatenate([each.tokens for each in parts])
+            lengths = np.concatenate([each.lengths for each in parts])
+            found.append(ItemLists.of_lengths(self._recommender.lookup.numbers(tokens), lengths))
+        return found
+
+    def _encoded_items(self, name: str) -> ItemLists:
+        """Return the items of a list in a preprocessed log, which has at most `max_length`."""
+        assert self._recommender is not None
+        number = self._preprocessor.inputs.sparse.index(name)
+        ids = self._opened.encode(0, self.rows).ids[number]
+        assert isinstance(ids, JaggedIds)
+        candidates = model_inputs(self._preprocessor).candidates_of(name)
+        return ItemLists.of_lengths(candidates.numbers(ids.values), ids.lengths)
+
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
         task = self._task
         block = self._scored.block
@@ -473,12 +591,16 @@ class _LogBlock:
             for name, array in scored.items()
             if name.startswith(_OUTPUT)
         }
-        for head in self._scorer.heads:
-            predicted = head.columns(values, functools.partial(tokens_by_id, self._preprocessor))
-            columns |= {name: arrow_rows(column) for name, column in predicted.items()}
+        for head in self._heads:
+            predicted = head.columns(values, functools.partial(ids_by_row, self._preprocessor))
+            columns |= {name: _arrow_column(column) for name, column in predicted.items()}
             if isinstance(head, LabelHead) and task.labelled:
                 name = f"label{head.suffix}"
                 columns[name] = arrow_numbers(scored[name].astype(np.float32, copy=False))
+        if self._recommender is not None:
+            top = TopItems(*(scored[f"{_ITEMS}{name}"] for name in TopItems._fields))
+            arrays = self._recommender.lists(top)
+            columns |= dict(zip(_ITEM_COLUMNS, arrays, strict=True))
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if task.day_slices:
@@ -501,6 +623,11 @@ class _LogBlock:
     def _values(self, name: str) -> pa.Array:
         assert self._opened.raw is not None, "open_scoring rejects preprocessed logs"
         return read_column(self._scored.block, self._opened.raw, name, self._schema)
+
+
+def _arrow_column(values: np.ndarray) -> pa.Array:
+    """Convert numbers or texts, one or several a row."""
+    return pa.array(values.tolist()) if values.dtype == object else arrow_rows(values)
 
 
 # Invalid lines have line numbers but no rows. Only a segment with one is parsed again for the
