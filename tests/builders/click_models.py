@@ -292,10 +292,13 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
     from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
 
     counters = Counters()
-    models = ReplicaModels({model.source: model}.__getitem__, counters)
+    settings = ServeConfig(**config)
+    models = ReplicaModels(
+        {model.source: model}.__getitem__, counters, histories=settings.histories
+    )
     models.set_desired(DesiredState(0, ModelSource(0, model.source)))
     assert not models.switch()
-    return ScoringApp(models, counters, config=ServeConfig(**config), token_digest=token_digest)
+    return ScoringApp(models, counters, config=settings, token_digest=token_digest)
 
 
 def row_text(number: int, schema: Schema = CRITEO, *, known: bool = True) -> bytes:

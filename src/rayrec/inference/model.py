@@ -16,8 +16,10 @@ from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.inference.export.items import read_vectors
 from rayrec.inference.export.manifest import is_export, open_export
 from rayrec.inference.export.side_tables import restore_tables
+from rayrec.workloads.recsys.recommender import Recommender
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,
     click_settings,
@@ -27,6 +29,8 @@ from rayrec.workloads.recsys.scorer import (
 from rayrec.workloads.scoring import PREFIX, Device
 
 if TYPE_CHECKING:
+    import torch
+
     from rayrec.models.base import ClickModelConfig
     from rayrec.schema import NamedTable
     from rayrec.workloads.base import TrainConfig
@@ -46,6 +50,13 @@ class ServedModel:
     """Folder of the checkpoint or export."""
     kind: Literal["checkpoint", "export"]
     scorer: ClickScorer
+    vectors: torch.Tensor | None = None
+    """Vectors of a retrieval model's items in an export, float32 [candidates, dim]."""
+
+    @cached_property
+    def recommender(self) -> Recommender:
+        """Search for the best items of a retrieval model. Raises InputError for other models."""
+        return Recommender(self.scorer, self.preprocessor, vectors=self.vectors)
 
     @cached_property
     def preprocessor_hash(self) -> str:
@@ -102,7 +113,12 @@ def open_served(
         preprocessor_folder = storage.join(path, PREPROCESSOR_FOLDER)
         restore_tables(preprocessor_folder, exported.preprocessor.schema)
         return ServedModel(
-            exported.preprocessor, exported.version, storage.absolute(path), "export", scorer
+            exported.preprocessor,
+            exported.version,
+            storage.absolute(path),
+            "export",
+            scorer,
+            read_vectors(path, exported),
         )
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest()

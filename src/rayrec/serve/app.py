@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import orjson
 from prometheus_client.exposition import generate_latest
@@ -28,10 +28,11 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from rayrec.schema import BRACKETS
-from rayrec.serve.batcher import Batcher
+from rayrec.serve.batcher import Batcher, Body
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import CONTENT_TYPE, Counters, Snapshot
 from rayrec.serve.openapi import document
+from rayrec.serve.recommendations import open_recommendation
 from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import FORMATS, RequestError, count_byte, open_body, shorten
 
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
     from rayrec.schema import Schema
 
 _log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=Body)
+_Answer = TypeVar("_Answer")
 
 SCORE: Final = "/v1/score"
+RECOMMEND: Final = "/v1/recommend"
 
 
 def _response(
@@ -92,8 +96,11 @@ class ScoringApp:
         self.max_held_bytes = config.max_held_bytes
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
         self._batcher = Batcher(models.answer, config)
+        # A search reads all candidates, which takes longer than the way to a thread.
+        self._recommendations = Batcher(models.recommend, config, inline_rows=0)
         self._routes = (
             Route(SCORE, self._score, methods=["POST"]),
+            Route(RECOMMEND, self._recommend, methods=["POST"]),
             Route("/", self._page),
             Route("/healthz", self._health),
             Route("/readyz", self._ready),
@@ -189,30 +196,57 @@ class ScoringApp:
 
     async def _score(self, request: Request) -> Response:
         self._check_token(request)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._config.time_limit_s
         with_columns = _with_columns(request)
         form = _form(request)
         if not self._models.ready:
             raise _NOT_READY
         schema = self._models.model.preprocessor.schema
-        weigh = partial(_MEMORY[form["format"]], schema=schema)
+        answer = await self._answered(
+            request,
+            partial(_MEMORY[form["format"]], schema=schema),
+            partial(open_body, **form, schema=schema, max_rows=self._config.max_rows),
+            self._batcher,
+        )
+        return _response(answer.to_json(columns=with_columns))
+
+    async def _recommend(self, request: Request) -> Response:
+        self._check_token(request)
+        _reject_parameters(request)
+        form = _form(request)
+        if not self._models.ready:
+            raise _NOT_READY
+        if self._models.no_items:
+            raise RequestError(404, self._models.no_items)
+        if form["format"] != "json":
+            raise RequestError(415, "the content type must be application/json")
+        opened = partial(open_recommendation, config=self._config)
+        answer = await self._answered(request, ids_memory, opened, self._recommendations)
+        return _response(answer.to_json())
+
+    async def _answered(
+        self,
+        request: Request,
+        weigh: Callable[[bytes], int],
+        opened: Callable[[bytes], _Body],
+        batcher: Batcher[_Body, _Answer],
+    ) -> _Answer:
+        """Read a request's body, open it, and return its answer. `weigh` estimates the memory of a
+        part of the body.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.time_limit_s
         with self._memory() as take:
             content = await self._read(request, deadline_s, take=lambda chunk: take(weigh(chunk)))
             start = time.perf_counter()
             try:
-                opened = partial(
-                    open_body, content, **form, schema=schema, max_rows=self._config.max_rows
-                )
                 # Parsing a large body would block the event loop.
                 body = (
-                    await loop.run_in_executor(None, opened)
+                    await loop.run_in_executor(None, opened, content)
                     if len(content) > _INLINE_BYTES
-                    else opened()
+                    else opened(content)
                 )
                 async with asyncio.timeout_at(deadline_s):
-                    answer = await self._batcher.submit(body)
-                return _response(answer.to_json(columns=with_columns))
+                    return await batcher.submit(body)
             except TimeoutError:
                 raise RequestError(
                     504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows"
@@ -332,12 +366,14 @@ class ScoringApp:
 
     def snapshot(self) -> Snapshot:
         """Return the counters of this replica."""
-        self._counters.waiting_rows.set(self._batcher.waiting_rows)
-        self._counters.waiting_requests.set(self._batcher.waiting_requests)
+        batchers = (self._batcher, self._recommendations)
+        self._counters.waiting_rows.set(sum(each.waiting_rows for each in batchers))
+        self._counters.waiting_requests.set(sum(each.waiting_requests for each in batchers))
         return self._counters.snapshot()
 
     def close(self) -> None:
         self._batcher.close()
+        self._recommendations.close()
         self._models.close()
 
 
@@ -378,8 +414,14 @@ def json_memory(text: bytes, *, schema: Schema) -> int:
     to 16 per byte. A category in a list takes up to 64 more when it becomes a token and an id. The
     row limit bounds all other memory.
     """
+    num_bytes = ids_memory(text)
+    return num_bytes if schema.lists else num_bytes - 64 * count_byte(text, ord(","))
+
+
+def ids_memory(text: bytes) -> int:
+    """Estimate the maximum memory of JSON with lists of ids, like `json_memory`."""
     num_bytes = 16 * len(text) + 232 * count_byte(text, ord("{")) + 80 * count_byte(text, ord("["))
-    return num_bytes + 64 * count_byte(text, ord(",")) if schema.lists else num_bytes
+    return num_bytes + 64 * count_byte(text, ord(","))
 
 
 def text_memory(text: bytes, *, schema: Schema) -> int:
@@ -458,6 +500,12 @@ def _with_columns(request: Request) -> bool:
         if value not in ("true", "false"):
             raise RequestError(400, "columns must be true or false", field="columns")
     return request.query_params.get("columns") == "true"
+
+
+def _reject_parameters(request: Request) -> None:
+    """Raise RequestError if the query has parameters."""
+    for name, _ in request.query_params.multi_items():
+        raise RequestError(400, "the query has no parameters", field=name[:64])
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

@@ -11,13 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar, final
 
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.requests import RequestBody, RequestError
-
-if TYPE_CHECKING:
-    from rayrec.serve.replica_models import ScoreResponse
+from rayrec.serve.requests import RequestError
 
 _RETRY: Final = {"retry-after": "1"}
 INLINE_ROWS: Final = 64
@@ -25,32 +22,50 @@ INLINE_ROWS: Final = 64
 INLINE_BYTES: Final = 64 << 10
 """Maximum bytes scored in the event loop, because list columns have any number of values."""
 
-Outcomes = Sequence["ScoreResponse | RequestError"]
+
+class Body(Protocol):
+    """Request with rows."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+_Body = TypeVar("_Body", bound=Body)
+_Answer = TypeVar("_Answer")
+Outcomes: TypeAlias = Sequence[_Answer | RequestError]
 """Answer or error of each body of a batch."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    body: RequestBody
-    answer: asyncio.Future[ScoreResponse]
+class _Job(Generic[_Body, _Answer]):
+    body: _Body
+    answer: asyncio.Future[_Answer]
 
 
 @final
-class Batcher:
+class Batcher(Generic[_Body, _Answer]):
     """Request queue that feeds the model in order. Use it from one event loop."""
 
     def __init__(
-        self, score: Callable[[Sequence[RequestBody]], Outcomes], config: ServeConfig
+        self,
+        score: Callable[[Sequence[_Body]], Outcomes[_Answer]],
+        config: ServeConfig,
+        *,
+        inline_rows: int = INLINE_ROWS,
     ) -> None:
         """`score` returns one answer per body and is called by one thread at a time. Batches of a
-        single body have no limits.
+        single body have no limits. Up to `inline_rows` rows are scored in the event loop.
         """
+        self._inline_rows = inline_rows
         self._score = score
         self._max_batch_rows = config.max_batch_rows
         self._max_batch_bytes = config.max_batch_bytes
         self._max_waiting_rows = config.max_waiting_rows
         self._max_waiting_requests = config.max_waiting_requests
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_Job[_Body, _Answer]] = deque()
         self._at_work = False
         # One thread: models have state for one batch at a time, and torch's operators use several
         # cores anyway. The event loop reads the next requests meanwhile.
@@ -61,7 +76,7 @@ class Batcher:
     def waiting_requests(self) -> int:
         return len(self._waiting)
 
-    async def submit(self, body: RequestBody) -> ScoreResponse:
+    async def submit(self, body: _Body) -> _Answer:
         """Score a body. Raises RequestError if `score` rejects it or the queue is full. Cancel to
         stop waiting.
         """
@@ -95,19 +110,19 @@ class Batcher:
             bodies = [job.body for job in jobs]
             num_rows = sum(body.num_rows for body in bodies)
             num_bytes = sum(body.num_bytes for body in bodies)
-            if num_rows > INLINE_ROWS or num_bytes > INLINE_BYTES:
+            if num_rows > self._inline_rows or num_bytes > INLINE_BYTES:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
                 return
             try:
-                outcomes: Outcomes | BaseException = self._score(bodies)
+                outcomes: Outcomes[_Answer] | BaseException = self._score(bodies)
             except Exception as error:  # Passed to the callers, as from the thread
                 outcomes = error
             _answer(jobs, outcomes)
         self._at_work = False
 
-    def _next(self) -> list[_Job]:
-        jobs: list[_Job] = []
+    def _next(self) -> list[_Job[_Body, _Answer]]:
+        jobs: list[_Job[_Body, _Answer]] = []
         rows = num_bytes = 0
         while self._waiting:
             body = self._waiting[0].body
@@ -118,7 +133,9 @@ class Batcher:
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _finish(self, jobs: list[_Job], done: asyncio.Future[Outcomes]) -> None:
+    def _finish(
+        self, jobs: list[_Job[_Body, _Answer]], done: asyncio.Future[Outcomes[_Answer]]
+    ) -> None:
         self._begin()  # First, so that the thread has work while answers are written
         error = (
             RequestError(503, "the server is stopping", headers=_RETRY)
@@ -131,7 +148,7 @@ class Batcher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _answer(jobs: list[_Job], outcomes: Outcomes | BaseException) -> None:
+def _answer(jobs: list[_Job], outcomes: Outcomes[_Answer] | BaseException) -> None:
     """Pass each job its part of the batch result, or the error of the batch."""
     for number, job in enumerate(jobs):
         outcome = outcomes if isinstance(outcomes, BaseException) else outcomes[number]

@@ -52,6 +52,12 @@ class ServeConfig(Config):
     """Maximum bytes per batch of several requests. A single request may have more."""
     max_rows: Count = 8192
     """Maximum rows per request. More are answered with 413."""
+    max_k: Count = 10_000
+    """Maximum items per row of a recommendation. More are answered with 400."""
+    histories: str | None = None
+    """Parquet file, or folder of such files, with a user and a list of items per row, for
+    recommendations to users that requests name. Read when a model is loaded.
+    """
     max_body_bytes: Count = 16 << 20
     """Maximum bytes per request. More are answered with 413."""
     max_waiting_rows: Count = 65536

@@ -144,7 +144,7 @@ class _Replica:
         def load(path: str) -> ServedModel:
             return open_served(path, device=config.device, own=network)
 
-        self._models = ReplicaModels(load, counters)
+        self._models = ReplicaModels(load, counters, histories=config.histories)
         self._configured: ConfiguredModels | None = None
         """Newest application configuration, until the register has accepted it."""
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
@@ -358,7 +358,15 @@ def _table_files(tables: object) -> tuple[tuple[str, str], ...]:
 
 
 _MODEL_FIELDS: Final = ("model", "shadow", "tables")
-_TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "recipe")
+_TEXT_FIELDS: Final = (
+    "token_file",
+    "token_env",
+    "device",
+    "ingress",
+    "host",
+    "recipe",
+    "histories",
+)
 
 
 def build_application(args: Mapping[str, Any]) -> Application:

@@ -25,6 +25,8 @@ from rayrec.data.features.lookups import current_tables
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
+from rayrec.serve.histories import open_histories
+from rayrec.serve.recommendations import RecommendBody, RecommendResponse, RequestRecommender
 from rayrec.serve.requests import RequestBody, RequestError
 from rayrec.serve.row_readers import Outcome, make_reader
 
@@ -74,8 +76,18 @@ def _json_values(field: np.ndarray) -> np.ndarray | list[Any]:
 class BatchScorer:
     """Model with its request reader and counters. Call `answer` from one thread at a time."""
 
-    def __init__(self, model: ServedModel, counters: Counters) -> None:
+    def __init__(
+        self, model: ServedModel, counters: Counters, *, histories: str | None = None
+    ) -> None:
+        """Create a scorer. `histories` is the path of users' items, for a retrieval model. Raises
+        InputError for unusable ones.
+        """
         self.model = model
+        self.recommender: RequestRecommender | None = None
+        """Recommender of a retrieval model."""
+        self.no_items = ""
+        """Why the model has none."""
+        self._set_recommender(counters, histories)
         schema = model.preprocessor.schema
         self.contents = {table.name: table.content for table in schema.tables}
         """Content hash of each side table, by name."""
@@ -85,6 +97,27 @@ class BatchScorer:
         self._columns = model.preprocessor.inputs.sparse
         self._tokens = functools.cache(functools.partial(ids_by_row, model.preprocessor))
         self._counters = counters
+
+    def _set_recommender(self, counters: Counters, histories: str | None) -> None:
+        try:
+            if self.model.preprocessor.schema.tokens == "hexadecimal":
+                raise InputError("the model is of a log in Criteo's format, without lists of items")
+            feature = self.model.recommender.feature
+        except InputError as error:
+            if histories is not None:
+                raise InputError(f"histories: {error}") from None
+            self.no_items = f"{error}"
+            return
+        schema = self.model.preprocessor.schema
+        opened = None if histories is None else open_histories(histories, schema, feature)
+        self.recommender = RequestRecommender(self.model, counters, histories=opened)
+        if not self.model.recommender.ids.is_known:
+            _log.warning(
+                "%s: its Preprocessor does not have the texts of column %s, so items are answered "
+                "as tokens: integers as they are, texts as 64-bit hashes. Train it again.",
+                self.model.source,
+                feature,
+            )
 
     def answer(
         self, bodies: Sequence[RequestBody]
@@ -131,6 +164,8 @@ class BatchScorer:
             encoded = self.model.preprocessor.encode(raw)
             self.model.scorer.predict(encoded)
             self._unknown.count(raw, encoded)
+        if self.recommender is not None:
+            self.recommender.warm()
 
     def _answer(
         self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray
@@ -305,9 +340,18 @@ class ReplicaModels:
     requests.
     """
 
-    def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
-        """`load` opens a checkpoint or export, such as `open_served`."""
+    def __init__(
+        self,
+        load: Callable[[str], ServedModel],
+        counters: Counters,
+        *,
+        histories: str | None = None,
+    ) -> None:
+        """`load` opens a checkpoint or export, such as `open_served`. `histories` is the path of
+        users' items.
+        """
         self._open_model = load
+        self._histories = histories
         self._counters = counters
         self.desired: DesiredState | None = None
         """Newest known desired models."""
@@ -348,6 +392,23 @@ class ReplicaModels:
             else:
                 shadow.offer(bodies, logits)
         return answers
+
+    @property
+    def no_items(self) -> str:
+        """Why the model does not recommend, empty if it does."""
+        assert self._serving is not None, "a model is loaded before anything is asked"
+        return self._serving.scorer.no_items
+
+    def recommend(
+        self, bodies: Sequence[RecommendBody]
+    ) -> Sequence[RecommendResponse | RequestError]:
+        """Recommend for bodies, all with the same model. Returns one answer per body, in order."""
+        serving = self._serving
+        assert serving is not None, "a model is loaded before anything is asked"
+        recommender = serving.scorer.recommender
+        if recommender is None:
+            return [RequestError(404, serving.scorer.no_items)] * len(bodies)
+        return recommender.answer(bodies)
 
     def load(self, desired: DesiredState) -> str:
         """Load missing models as standby and shadow, without a switch. Returns why one cannot be
@@ -487,7 +548,8 @@ class ReplicaModels:
         try:
             trained = self._opened_model(source, is_new=is_first or is_new)
             model = trained.with_tables(source.tables)
-            scorer = BatchScorer(model, self._counters)
+            histories = None if self._shadows(desired, source) else self._histories
+            scorer = BatchScorer(model, self._counters, histories=histories)
             if schema is not None:
                 _require_columns(scorer.model, schema)
             scorer.warm()
@@ -502,6 +564,10 @@ class ReplicaModels:
         if self._failure and self._failure.source == source:
             self._failure = None
         return LoadedModel(source, trained, scorer)
+
+    @staticmethod
+    def _shadows(desired: DesiredState, source: ModelSource) -> bool:
+        return source == desired.shadow and source != desired.model
 
     def _opened_model(self, source: ModelSource, *, is_new: bool) -> ServedModel:
         """Return the model of a source with the side tables of training. The served one is taken if

@@ -5,7 +5,7 @@ receive.
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -221,6 +221,14 @@ def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | 
 
 
 def _open_json(content: bytes) -> RequestBody:
+    rows = parse_object(content, fields=("rows",))["rows"]
+    return RequestBody("json", len(rows), len(content), rows=rows)
+
+
+def parse_object(content: bytes, *, fields: Sequence[str]) -> dict[str, Any]:
+    """Parse the JSON object of a request, which has no other fields, and a list `rows`. Raises
+    RequestError for other text, and for a repeated name.
+    """
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -228,20 +236,20 @@ def _open_json(content: bytes) -> RequestBody:
     if type(parsed) is not dict:
         raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
     for name in parsed:
-        if name != "rows":
-            raise RequestError(
-                400, f"unknown field {shorten(name)}; the only field is rows", field=shorten(name)
-            )
+        if name not in fields:
+            known = f"the only field is {fields[0]}"
+            if fields[1:]:
+                known = f"fields are {', '.join(fields)}"
+            raise RequestError(400, f"unknown field {shorten(name)}; {known}", field=shorten(name))
     if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
-    rows = parsed["rows"]
-    members = 1 + sum(len(row) for row in rows if type(row) is dict)
+    members = len(parsed) + sum(len(row) for row in parsed["rows"] if type(row) is dict)
     if (
         count_byte(content, ord(":")) != members
         and _JSON_STRING.sub(b"", content).count(b":") != members
     ):
         _reject_repeated_names(content)
-    return RequestBody("json", len(rows), len(content), rows=rows)
+    return parsed
 
 
 def _reject_repeated_names(content: bytes) -> None:

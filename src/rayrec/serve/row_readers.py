@@ -57,7 +57,7 @@ class RowReader(ABC):
 
     def _check_names(self, row: Any, number: int) -> None:
         if type(row) is not dict:
-            raise RequestError(400, f"row {number} is {_kind(row)}, not an object", row=number)
+            raise RequestError(400, f"row {number} is {kind_of(row)}, not an object", row=number)
         if row.keys() <= self._known:
             return
         unknown = next(name for name in row if name not in self._known)
@@ -247,7 +247,7 @@ class HexadecimalReader(RowReader):
         wrong = (
             "has more than 18 digits"
             if type(value) is float and value.is_integer()
-            else f"is {_kind(value)}, not an integer"
+            else f"is {kind_of(value)}, not an integer"
         )
         raise RequestError(400, f"row {number}: {name} {wrong}", row=number, field=name)
 
@@ -336,7 +336,7 @@ class AnyReader(RowReader):
             return self._number, pa.float64()
         if source is not None and source.kind == "time":
             return _time_text, pa.large_string()
-        return _token_text, pa.large_string()
+        return token_text, pa.large_string()
 
     def _number(self, value: Any, name: str, row: int) -> float | None:
         if type(value) is str and value in self.schema.missing:
@@ -431,7 +431,7 @@ def _number(value: Any, name: str, row: int) -> float | None:
     if type(value) not in (int, float, bool):
         raise RequestError(
             400,
-            f"row {row}: {name} is {_kind(value)}, not a number",
+            f"row {row}: {name} is {kind_of(value)}, not a number",
             row=row,
             field=name,
         )
@@ -440,7 +440,7 @@ def _number(value: Any, name: str, row: int) -> float | None:
     return float(value)
 
 
-def _token_text(value: Any, name: str, number: int) -> str | None:
+def token_text(value: Any, name: str, number: int) -> str | None:
     """Return a category as text. Integers become their digits, true and false 1 and 0, as in
     files.
     """
@@ -457,7 +457,7 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     kind = (
         "a number from 2^53 on that is written as a float"
         if type(value) is float and abs(value) >= 2**53
-        else _kind(value)
+        else kind_of(value)
     )
     raise RequestError(
         400,
@@ -474,7 +474,7 @@ def _time_text(value: Any, name: str, row: int) -> str | None:
     if type(value) not in (int, float):
         raise RequestError(
             400,
-            f"row {row}: {name} is {_kind(value)}, not a time",
+            f"row {row}: {name} is {kind_of(value)}, not a time",
             row=row,
             field=name,
         )
@@ -490,7 +490,7 @@ def _lists(
         if value is not None and type(value) is not list:
             raise RequestError(
                 400,
-                f"row {number}: {name} is {_kind(value)}, not a list",
+                f"row {number}: {name} is {kind_of(value)}, not a list",
                 row=number,
                 field=name,
             )
@@ -508,7 +508,8 @@ def _row_error(fault: Fault, row: int) -> RequestError:
     )
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return a phrase for the type of a JSON value."""
     names = {
         dict: "an object",
         list: "a list",

@@ -106,6 +106,9 @@ def serving(
     custom_network_class(config.recipe)  # Fails before Ray starts
     if tables:
         swapped_tables(stored_schema(path), tables)  # So does this
+    if config.histories is not None:
+        storage.list_files(config.histories)  # And this, if it does not exist
+        config = config.replace(histories=storage.absolute(config.histories))
     if digest is None and config.host not in LOOPBACK:
         console.note(
             f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file "

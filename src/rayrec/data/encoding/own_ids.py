@@ -13,6 +13,8 @@ from pyarrow import types
 from rayrec.data.arrow import arrow_numbers, as_numpy
 from rayrec.data.encoding.encoder import build_slots, find_ids, num_slots
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.logs.table_parser import category_items
+from rayrec.schema import Schema
 
 
 @final
@@ -67,3 +69,22 @@ class OwnIds:
         if types.is_integer(self.type):
             return as_numpy(self.values)
         return np.array(self.values.to_pylist(), object)
+
+
+def value_tokens(
+    values: pa.Array, column: str, schema: Schema, *, path: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of single values by the rules of a column, of which the schema may know
+    nothing or that it is a list, uint64 [present], and which values are present, bool [values].
+    Values that are no category are not.
+    """
+    alone = Schema(
+        label=None,
+        sparse=(column,),
+        tokens=schema.tokens,
+        integers=(column,) if column in schema.integers else (),
+        missing=schema.missing,
+        category_rules=schema.category_rules,
+    )
+    _, tokens, counts = category_items(pa.table({column: values}), column, alone, path=path)
+    return tokens, counts > 0

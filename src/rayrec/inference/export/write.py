@@ -5,6 +5,7 @@ and Ray.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import os
@@ -30,6 +31,7 @@ from rayrec.data.features import definitions
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
+from rayrec.inference.export.items import write_items
 from rayrec.inference.export.manifest import (
     DENSE,
     ENCODER,
@@ -155,6 +157,8 @@ def export_clicks(
     served = open_served(checkpoint.path, config=config)
     score = served.scorer.values
     reference = _Reference(rows.score(score), rows.rows_per_s(score), served.scorer.weight_bytes)
+    with contextlib.suppress(InputError):  # Of a model that does not recommend
+        write_items(out, served.recommender)
     del served, score  # Frees memory for the weights of the export
     _write_program(
         _write_weights(checkpoint, out, exported),

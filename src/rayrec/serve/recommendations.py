@@ -1,0 +1,416 @@
+"""Requests for recommendations and their answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import torch
+
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.encoding.own_ids import value_tokens
+from rayrec.data.raw_block import RawBlock
+from rayrec.metrics.item_ranks import ItemNumbers
+from rayrec.serve.histories import USER, Histories, user_column
+from rayrec.serve.requests import RequestBody, RequestError, parse_object, shorten
+from rayrec.serve.row_readers import AnyReader, kind_of, token_text
+from rayrec.workloads.recsys.candidates import candidate_rows
+from rayrec.workloads.recsys.recommender import ItemLists, Recommender, TopItems, joined
+
+if TYPE_CHECKING:
+    from rayrec.inference.model import ServedModel
+    from rayrec.serve.config import ServeConfig
+    from rayrec.serve.counters import Counters
+
+HISTORY: Final = "history"
+"""Field of a request's row with its items in chronological order."""
+FIELDS: Final = ("rows", "k", "exclude_seen", "exclude", "among")
+DEFAULT_K: Final = 20
+MAX_IDS: Final = 1_000_000
+"""Maximum number of ids in the lists of a request."""
+MAX_ANSWERS: Final = 1_000_000
+"""Maximum number of rows times k of a request."""
+POPULARITY: Final = "popularity"
+
+
+@final
+@dataclass(frozen=True)
+class RecommendBody:
+    """Request for recommendations, of which the lists of ids are not parsed."""
+
+    rows: list[Any]
+    num_bytes: int
+    """Number of received bytes."""
+    k: int = DEFAULT_K
+    exclude_seen: bool = True
+    exclude: list[Any] | None = None
+    """Ids that each row must not get, a list a row."""
+    among: list[Any] | None = None
+    """Ids that a row may get, a list a row. None: all."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+def open_recommendation(content: bytes, *, config: ServeConfig) -> RecommendBody:
+    """Check the outline of a request's JSON. Raises RequestError."""
+    parsed = parse_object(content, fields=FIELDS)
+    rows = parsed["rows"]
+    if not rows:
+        raise RequestError(400, "the request has no rows", field="rows")
+    if len(rows) > config.max_rows:
+        raise RequestError(
+            413,
+            f"{len(rows)} rows in one request, more than the limit of {config.max_rows}; send "
+            "them in several requests",
+        )
+    k = parsed.get("k", DEFAULT_K)
+    if type(k) is not int or not 1 <= k <= config.max_k:
+        raise RequestError(400, f"k must be an integer from 1 to {config.max_k}", field="k")
+    if k * len(rows) > MAX_ANSWERS:
+        raise RequestError(
+            413, f"{len(rows)} rows of {k} items are more than {MAX_ANSWERS} items; send fewer rows"
+        )
+    exclude_seen = parsed.get("exclude_seen", True)
+    if type(exclude_seen) is not bool:
+        raise RequestError(400, "exclude_seen must be true or false", field="exclude_seen")
+    exclude = parsed.get("exclude")
+    if exclude is not None:
+        exclude = _lists_of_rows(exclude, "exclude", len(rows))
+    among = parsed.get("among")
+    if type(among) is list and not any(type(each) is list for each in among):
+        among = [among] * len(rows)
+    elif among is not None:
+        among = _lists_of_rows(among, "among", len(rows))
+    return RecommendBody(rows, len(content), k, exclude_seen, exclude, among)
+
+
+def _lists_of_rows(value: Any, field: str, rows: int) -> list[Any]:
+    """Return a request's lists, null as empty ones. Raises RequestError unless there is one a
+    row.
+    """
+    if type(value) is not list or any(type(each) not in (list, type(None)) for each in value):
+        raise RequestError(400, f"{field} must have a list of ids for each row", field=field)
+    if len(value) != rows:
+        raise RequestError(
+            400, f"{field} must have a list for each of {rows} rows, got {len(value)}", field=field
+        )
+    return [each or [] for each in value]
+
+
+@final
+@dataclass(frozen=True)
+class RecommendResponse:
+    """Items of one request's rows."""
+
+    items: list[list[Any]]
+    """Users' ids of each row, the best first."""
+    scores: list[np.ndarray]
+    """Their scores, float32 [items] each."""
+    fallback: list[str | None]
+    """What answered each row in place of the model, None if the model did."""
+    model: str
+    preprocessor: str
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(
+            {
+                "items": self.items,
+                "scores": self.scores,
+                "fallback": self.fallback,
+                "model": self.model,
+                "preprocessor": self.preprocessor,
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Parsed rows of one request."""
+
+    body: RecommendBody
+    raw: RawBlock
+    seen: ItemLists
+    """All items of the rows' histories."""
+    exclude: ItemLists
+    among: ItemLists | None
+
+
+# Of a batch, all rows are encoded and searched together, but for those of requests with an
+# allow-list, whose scores have masks:
+#
+#   JSON        rows -> AnyReader -> RawBlock; history -> tokens, which are the list of items of a
+#               next-item model, and of which all are left out; ids -> candidate numbers
+#   users       of --histories -> tokens, as if they were in the request
+#   search      RawBlock -> ids -> queries -> items
+#   fallback    rows without a known item or a known category -> the most frequent items
+@final
+class RequestRecommender:
+    """Recommender with its request parser and counters. Call `answer` from one thread at a
+    time.
+    """
+
+    def __init__(
+        self, model: ServedModel, counters: Counters, *, histories: Histories | None = None
+    ) -> None:
+        """Create a recommender of a model. Raises InputError if it cannot recommend."""
+        self.model = model
+        self._recommender: Recommender = model.recommender
+        self._counters = counters
+        self._histories = histories
+        self._schema = model.preprocessor.schema
+        self._reader = AnyReader(self._schema)
+        self._user = user_column(self._schema)
+        self._columns = set(self._schema.unlabelled().columns)
+
+    def answer(self, bodies: Sequence[RecommendBody]) -> list[RecommendResponse | RequestError]:
+        """Return one answer per body, in order."""
+        start = time.perf_counter()
+        outcomes: list[_Rows | RequestError] = []
+        for body in bodies:
+            try:
+                outcomes.append(self._parsed(body))
+            except RequestError as error:
+                outcomes.append(error)
+        parsed = [outcome for outcome in outcomes if isinstance(outcome, _Rows)]
+        if not parsed:
+            return [outcome for outcome in outcomes if isinstance(outcome, RequestError)]
+        answers = iter(self._answers(parsed))
+        rows = sum(each.raw.rows for each in parsed)
+        self._counters.rows.labels(self.model.version).inc(rows)
+        self._counters.batch_rows.observe(rows)
+        self._counters.forward_seconds.observe(time.perf_counter() - start)
+        return [
+            outcome if isinstance(outcome, RequestError) else next(answers) for outcome in outcomes
+        ]
+
+    def warm(self) -> None:
+        """Answer an empty row, so that the first request is not slowed down by initialization."""
+        answers = self._answers([self._parsed(RecommendBody([{HISTORY: []}], 0))])
+        assert isinstance(answers[0], RecommendResponse)
+
+    # -- rows of a request
+
+    def _parsed(self, body: RecommendBody) -> _Rows:
+        """Parse the rows and lists of a request. Raises RequestError."""
+        _check_number_of_ids(body)
+        rows = []
+        histories = []
+        for number, row in enumerate(body.rows):
+            if type(row) is not dict:
+                message = f"row {number} is {kind_of(row)}, not an object"
+                raise RequestError(400, message, row=number)
+            histories.append(self._history(row, number))
+            rows.append(self._columns_of(row, number))
+        given = RequestBody("json", len(rows), body.num_bytes, rows=rows)
+        raw, (outcome,) = self._reader.read([given])
+        if isinstance(outcome, RequestError):
+            raise outcome
+        lengths = np.array([len(tokens) for tokens in histories])
+        tokens = np.concatenate([np.zeros(0, np.uint64), *histories])
+        if self._recommender.is_list:
+            raw = self._with_history(raw, JaggedIds(tokens, lengths.astype(np.int32)))
+        seen = ItemLists.of_lengths(self._recommender.lookup.numbers(tokens), lengths)
+        among = None if body.among is None else self._item_lists(body.among, "among")
+        exclude = self._item_lists(body.exclude or [[]] * len(rows), "exclude")
+        return _Rows(body, raw, seen, exclude, among)
+
+    def _columns_of(self, row: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return the fields of a row that are columns of the log, for the reader."""
+        feature = self._recommender.feature
+        own = {HISTORY, USER, self._user} - self._columns
+        if self._recommender.is_list:
+            own |= {HISTORY, feature}
+            if feature in row and feature != HISTORY:
+                raise RequestError(
+                    400,
+                    f"row {number} has a column {shorten(feature)}; send its items as {HISTORY}",
+                    row=number,
+                    field=shorten(feature),
+                )
+        return {name: value for name, value in row.items() if name not in own}
+
+    def _history(self, row: dict[str, Any], number: int) -> np.ndarray:
+        """Return the tokens of a row's items, those of its user without `history`, uint64."""
+        values = row.get(HISTORY)
+        if values is not None:
+            if type(values) is not list:
+                message = f"row {number}: {HISTORY} is {kind_of(values)}, not a list"
+                raise RequestError(400, message, row=number, field=HISTORY)
+            return self._tokens(values, HISTORY, number)
+        user = row.get(self._user, row.get(USER))
+        if user is None or type(user) is list or self._histories is None:
+            return np.zeros(0, np.uint64)
+        text = token_text(user, USER, number)
+        tokens, _ = value_tokens(pa.array([text], pa.large_string()), self._user, self._schema)
+        found = self._histories.items(int(tokens[0])) if len(tokens) else None
+        return np.zeros(0, np.uint64) if found is None else np.asarray(found)
+
+    def _tokens(self, values: list[Any], field: str, number: int) -> np.ndarray:
+        texts = [token_text(value, field, number) for value in values]
+        array = pa.array(texts, pa.large_string())
+        return value_tokens(array, self._recommender.feature, self._schema)[0]
+
+    def _item_lists(self, lists: list[list[Any]], field: str) -> ItemLists:
+        """Return the candidate numbers of lists of ids. Unknown ones are none."""
+        texts = [
+            token_text(value, field, number)
+            for number, values in enumerate(lists)
+            for value in values
+        ]
+        array = pa.array(texts, pa.large_string())
+        tokens, is_id = value_tokens(array, self._recommender.feature, self._schema)
+        row_of = np.repeat(np.arange(len(lists)), [len(values) for values in lists])[is_id]
+        return ItemLists.of_lengths(
+            self._recommender.lookup.numbers(tokens), np.bincount(row_of, minlength=len(lists))
+        )
+
+    def _with_history(self, raw: RawBlock, items: JaggedIds) -> RawBlock:
+        """Return rows with their newest items, as many as the model reads."""
+        name = self._recommender.feature
+        length = self._schema.feature(name).max_length
+        names = [each for each in raw.schema.sparse if each in raw.schema.lists]
+        lists = list(raw.lists)
+        lists[names.index(name)] = items if length is None else items.last(length)
+        return replace(raw, lists=tuple(lists))
+
+    # -- answers
+
+    def _answers(self, parsed: Sequence[_Rows]) -> list[RecommendResponse | RequestError]:
+        """Return the answers of requests, whose rows are encoded together."""
+        raw = RawBlock.concatenated([each.raw for each in parsed])
+        encoded = self.model.preprocessor.encode(raw)
+        queries = self._recommender.queries(encoded)
+        is_known = self._is_known(raw, encoded)
+        answers: list[RecommendResponse | RequestError] = []
+        starts = np.cumsum([0, *(each.raw.rows for each in parsed)]).tolist()
+        tops = self._tops(parsed, starts, queries)
+        for number, (each, top) in enumerate(zip(parsed, tops, strict=True)):
+            rows = slice(starts[number], starts[number + 1])
+            is_finite = queries[rows].isfinite().all(1)
+            if not bool(is_finite.all()):
+                row = int(is_finite.int().argmin())
+                message = f"row {row} has no finite score; its numbers are too large"
+                answers.append(RequestError(422, message, row=row))
+            else:
+                answers.append(self._response(each, top, is_known[rows]))
+        return answers
+
+    def _tops(
+        self, parsed: Sequence[_Rows], starts: Sequence[int], queries: torch.Tensor
+    ) -> list[TopItems]:
+        """Return the best items of each request."""
+        together = [number for number, each in enumerate(parsed) if each.among is None]
+        tops: dict[int, TopItems] = {}
+        if together:
+            rows = [slice(starts[number], starts[number + 1]) for number in together]
+            excluded = []
+            first = 0
+            for number in together:
+                items = _excluded(parsed[number])
+                excluded.append(ItemNumbers(items.rows + first, items.numbers))
+                first += parsed[number].raw.rows
+            found = self._recommender.top(
+                torch.cat([queries[each] for each in rows]),
+                max(parsed[number].body.k for number in together),
+                excluded=joined(excluded),
+            )
+            first = 0
+            for number in together:
+                stop = first + parsed[number].raw.rows
+                k = parsed[number].body.k
+                tops[number] = TopItems(found.numbers[first:stop, :k], found.scores[first:stop, :k])
+                first = stop
+        for number, each in enumerate(parsed):
+            if each.among is not None:
+                tops[number] = self._recommender.top(
+                    queries[starts[number] : starts[number + 1]],
+                    each.body.k,
+                    excluded=_excluded(each),
+                    allowed=each.among.between(0, each.raw.rows),
+                )
+        return [tops[number] for number in range(len(parsed))]
+
+    def _response(self, rows: _Rows, top: TopItems, is_known: np.ndarray) -> RecommendResponse:
+        """Return the answer to one request. `is_known` tells which rows the model knows something
+        of, bool [rows].
+        """
+        items = self._recommender.lists(top)[0].to_pylist()
+        counts = (top.numbers >= 0).sum(1).tolist()
+        scores = [values[:count] for values, count in zip(top.scores, counts, strict=True)]
+        fallback: list[str | None] = [None] * len(items)
+        if self._recommender.has_popularity:
+            excluded = _excluded(rows)
+            for row in np.flatnonzero(~is_known).tolist():
+                allowed = None if rows.among is None else _of_row(rows.among, row)
+                numbers, values = self._recommender.popular(
+                    rows.body.k,
+                    excluded=excluded.numbers[excluded.rows == row].numpy(),
+                    allowed=allowed,
+                )
+                items[row] = self._recommender.ids.take(numbers).to_pylist()
+                scores[row] = values
+                fallback[row] = POPULARITY
+        return RecommendResponse(
+            items, scores, fallback, self.model.version, self.model.preprocessor_hash
+        )
+
+    def _is_known(self, raw: RawBlock, encoded: EncodedRows) -> np.ndarray:
+        """Return which rows the model knows something of, bool [rows]: a next-item model an item of
+        those that it reads, another one a category or a number.
+        """
+        inputs = self.model.preprocessor.inputs
+        feature = self._recommender.feature
+        names = inputs.sparse
+        if self._recommender.is_list:
+            names = (feature,)
+        else:
+            names = tuple(name for name in names if name != feature)
+        is_known = np.zeros(raw.rows, bool)
+        for name in names:
+            ids = encoded.ids[inputs.sparse.index(name)]
+            known = self._candidates[name].contains(
+                ids.values if isinstance(ids, JaggedIds) else ids
+            )
+            if isinstance(ids, JaggedIds):
+                row_of = np.repeat(np.arange(raw.rows), ids.lengths)
+                known = np.bincount(row_of[known], minlength=raw.rows) > 0
+            is_known |= np.asarray(known).reshape(raw.rows)
+        if not self._recommender.is_list:
+            for name in raw.schema.dense:
+                is_known |= ~raw.is_missing(name)
+        return is_known
+
+    @cached_property
+    def _candidates(self) -> Mapping[str, Any]:
+        """Table rows of each column's known categories."""
+        return dict(candidate_rows(self.model.preprocessor))
+
+
+def _excluded(rows: _Rows) -> ItemNumbers:
+    """Return the items that the rows of a request must not get."""
+    lists = [rows.exclude, rows.seen] if rows.body.exclude_seen else [rows.exclude]
+    return joined([items.between(0, rows.raw.rows) for items in lists])
+
+
+def _of_row(items: ItemLists, row: int) -> np.ndarray:
+    return items.between(row, row + 1).numbers.numpy()
+
+
+def _check_number_of_ids(body: RecommendBody) -> None:
+    """Raise RequestError if the lists of a request have too many ids."""
+    lists = [*(body.exclude or ()), *(body.among or ())]
+    lists += [row.get(HISTORY) for row in body.rows if type(row) is dict]
+    count = sum(len(each) for each in lists if type(each) is list)
+    if count > MAX_IDS:
+        raise RequestError(
+            413, f"{count} ids in one request, more than the limit of {MAX_IDS}; send fewer"
+        )
