@@ -19,7 +19,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.items import read_vectors
 from rayrec.inference.export.manifest import is_export, open_export
 from rayrec.inference.export.side_tables import restore_tables
-from rayrec.workloads.recsys.recommender import Recommender
+from rayrec.workloads.recsys.items.recommender import Recommender
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,
     click_settings,

@@ -55,14 +55,7 @@ def predict(
     """
     options = options or PredictionConfig()
     request = ScoringRequest(checkpoint, path, config, options, console or Console())
-    opened = request.open(
-        evaluating=False,
-        spare_cpus=1,
-        as_dataset=True,
-        extra_columns=options.keep,
-        k=options.k,
-        exclude_seen=options.exclude_seen,
-    )
+    opened = request.open(evaluating=False, spare_cpus=1, as_dataset=True, predicting=options)
     return opened.dataset()
 
 
@@ -83,13 +76,7 @@ def predict_to(
     """
     options = options or PredictionConfig()
     request = ScoringRequest(checkpoint, path, config, options, console or Console())
-    opened = request.open(
-        evaluating=False,
-        spare_cpus=0,
-        extra_columns=options.keep,
-        k=options.k,
-        exclude_seen=options.exclude_seen,
-    )
+    opened = request.open(evaluating=False, spare_cpus=0, predicting=options)
     start = time.monotonic()
     inputs = {
         **_job_inputs(opened, request),

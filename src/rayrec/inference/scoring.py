@@ -25,6 +25,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.clipping import ClipTotals, clipping_report, clipping_warning
 from rayrec.data.engine import StreamEngine, TaskPlacement, ThreadEngine
 from rayrec.humanize import size_text
+from rayrec.inference.config import PredictionConfig
 from rayrec.observe.console import Console
 from rayrec.storage.range_reader import in_order
 from rayrec.workloads.base import ScoringContext, TrainConfig
@@ -298,24 +299,15 @@ class ScoringRequest:
         spare_cpus: int,
         slice_by: tuple[str, ...] = (),
         ranking_k: tuple[int, ...] = (),
-        extra_columns: tuple[str, ...] = (),
+        predicting: PredictionConfig | None = None,
         as_dataset: bool = False,
-        k: int | None = None,
-        exclude_seen: bool = True,
     ) -> ScoringJob:
         """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`,
         creates a Dataset, which needs Ray. Raises InputError for an unusable checkpoint or input,
-        damaged weights, and `extra_columns` of rows that have none.
+        damaged weights, and `predicting` settings that the workload does not have.
         """
-        if extra_columns and self.config.workload.table_schema is None:
-            raise InputError(
-                f"keep: recipe {self.config.recipe} does not score rows with columns. Remove keep."
-            )
-        if (k is not None or not exclude_seen) and self.config.workload.table_schema is None:
-            name = "exclude_seen" if k is None else "k"
-            raise InputError(
-                f"{name}: recipe {self.config.recipe} does not recommend items. Remove {name}."
-            )
+        prediction = predicting or PredictionConfig()
+        self._check_prediction(prediction)
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its
@@ -339,9 +331,9 @@ class ScoringRequest:
                 console=self.console,
                 slice_by=slice_by,
                 ranking_k=ranking_k,
-                extra_columns=extra_columns,
-                k=k,
-                exclude_seen=exclude_seen,
+                extra_columns=prediction.keep,
+                k=prediction.k,
+                exclude_seen=prediction.exclude_seen,
                 counts_clipped=not as_dataset,
             )
         )
@@ -357,6 +349,23 @@ class ScoringRequest:
             shared_weights=not on_ray and scoring.thread_safe,
         )
         return ScoringJob(scoring, checkpoint, pool, self.options.device, on_ray)
+
+    def _check_prediction(self, prediction: PredictionConfig) -> None:
+        """Check that the workload scores rows with columns, if these settings need it. Raises
+        InputError.
+        """
+        if self.config.workload.table_schema is not None:
+            return
+        recipe = self.config.recipe
+        if prediction.keep:
+            raise InputError(
+                f"keep: recipe {recipe} does not score rows with columns. Remove keep."
+            )
+        for name in ("k", "exclude_seen"):
+            if getattr(prediction, name) != getattr(PredictionConfig, name):
+                raise InputError(
+                    f"{name}: recipe {recipe} does not recommend items. Remove {name}."
+                )
 
     def _path(self) -> str:
         """Return the path of the rows. Raises InputError if the run's own is unknown or gone."""

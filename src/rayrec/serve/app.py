@@ -97,7 +97,7 @@ class ScoringApp:
         self._document: tuple[ServedModel | None, bytes] = (None, b"")
         self._batcher = Batcher(models.answer, config)
         # A search reads all candidates, which takes longer than the way to a thread.
-        self._recommendations = Batcher(models.recommend, config, inline_rows=0)
+        self._recommendations = Batcher(models.recommend, config, inline=False)
         self._routes = (
             Route(SCORE, self._score, methods=["POST"]),
             Route(RECOMMEND, self._recommend, methods=["POST"]),

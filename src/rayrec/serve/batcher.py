@@ -54,12 +54,13 @@ class Batcher(Generic[_Body, _Answer]):
         score: Callable[[Sequence[_Body]], Outcomes[_Answer]],
         config: ServeConfig,
         *,
-        inline_rows: int = INLINE_ROWS,
+        inline: bool = True,
     ) -> None:
         """`score` returns one answer per body and is called by one thread at a time. Batches of a
-        single body have no limits. Up to `inline_rows` rows are scored in the event loop.
+        single body have no limits. Unless `inline`, small ones are scored in the thread,
+        too.
         """
-        self._inline_rows = inline_rows
+        self._inline = inline
         self._score = score
         self._max_batch_rows = config.max_batch_rows
         self._max_batch_bytes = config.max_batch_bytes
@@ -110,7 +111,8 @@ class Batcher(Generic[_Body, _Answer]):
             bodies = [job.body for job in jobs]
             num_rows = sum(body.num_rows for body in bodies)
             num_bytes = sum(body.num_bytes for body in bodies)
-            if num_rows > self._inline_rows or num_bytes > INLINE_BYTES:
+            is_small = num_rows <= INLINE_ROWS and num_bytes <= INLINE_BYTES
+            if not (is_small and self._inline):
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
                 return

@@ -14,7 +14,7 @@ from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.own_ids import value_tokens
+from rayrec.data.encoding.known_categories import value_tokens
 from rayrec.data.logs.column_values import is_list, plain_array, resolved
 from rayrec.schema import Schema
 from rayrec.storage import cache

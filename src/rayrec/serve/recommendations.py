@@ -14,14 +14,14 @@ import pyarrow as pa
 import torch
 
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
-from rayrec.data.encoding.own_ids import value_tokens
+from rayrec.data.encoding.known_categories import value_tokens
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.item_ranks import ItemNumbers
 from rayrec.serve.histories import USER, Histories, user_column
 from rayrec.serve.requests import RequestBody, RequestError, parse_object, shorten
 from rayrec.serve.row_readers import AnyReader, kind_of, token_text
 from rayrec.workloads.recsys.candidates import candidate_rows
-from rayrec.workloads.recsys.recommender import ItemLists, Recommender, TopItems, joined
+from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, TopItems, joined
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel

@@ -13,7 +13,7 @@ from pyarrow import types
 
 from rayrec.data.arrow import arrow_numbers, as_numpy
 from rayrec.data.encoding.category_names import CategoryNames
-from rayrec.data.encoding.own_ids import VocabularyLookup
+from rayrec.data.encoding.known_categories import VocabularyLookup
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared, StreamEngine, grouped
 from rayrec.data.logs.column_values import is_text

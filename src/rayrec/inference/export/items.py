@@ -14,7 +14,7 @@ from rayrec.checkpoint.safetensors import read_weights, write_weights
 from rayrec.config import InputError
 from rayrec.inference.export.manifest import FIX, ExportedModel
 from rayrec.workloads.recsys.candidates import model_inputs
-from rayrec.workloads.recsys.recommender import Recommender
+from rayrec.workloads.recsys.items.recommender import Recommender
 
 ITEM_IDS: Final = "items/ids.arrow"
 """File with the ids, a column `id`, int64 or text."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -221,7 +221,8 @@ class ClickScorer:
         with torch.inference_mode():
             dense, *embedding_inputs = self.inputs(rows)
             outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
-            queries: torch.Tensor = self._model.network.queries(outputs)  # type: ignore[operator]
+            network: Any = self._model.network
+            queries: torch.Tensor = network.queries(outputs)
             return queries.float()
 
     def item_vectors(self) -> torch.Tensor:
@@ -230,7 +231,8 @@ class ClickScorer:
         with torch.inference_mode():
             dense, *embedding_inputs = self.inputs(rows, measuring=True)
             outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
-            vectors: torch.Tensor = self._model.network.item_vectors(outputs)  # type: ignore[operator]
+            network: Any = self._model.network
+            vectors: torch.Tensor = network.item_vectors(outputs)
             return vectors.float()
 
     def _empty_row(self) -> EncodedRows:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from rayrec import host_resources, storage
 from rayrec.config import InputError, suggest
 from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy
-from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
 from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, ids_by_row
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
@@ -26,7 +26,6 @@ from rayrec.data.logs.reading import (
     first_lines,
     good_lines,
     name_slices,
-    read_categories,
     read_column,
 )
 from rayrec.data.logs.splits import Slice, slices_of
@@ -34,22 +33,21 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
 from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
-from rayrec.models.heads import BinaryHead, Head, ItemsHead, LabelHead, labels_accumulator
-from rayrec.models.next_item import SEEN
+from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
 from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext, TrainConfig
 from rayrec.workloads.recsys.candidates import model_inputs
-from rayrec.workloads.recsys.recommender import (
-    ItemLists,
-    Recommender,
-    TopItems,
-    check_recommends,
-    joined,
+from rayrec.workloads.recsys.items.predicted import (
+    ITEM_COLUMNS,
+    BlockItems,
+    ItemsRequest,
+    heads_beside,
+    items_request,
 )
+from rayrec.workloads.recsys.items.recommender import Recommender
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,
-    empty_model,
     load_preprocessor,
     load_scorer,
 )
@@ -64,10 +62,6 @@ BATCH_ROWS: Final = 2048
 """Maximum rows per encoded batch."""
 _OUTPUT = "output:"
 """Prefix of head outputs in scored columns."""
-_ITEMS: Final = "recommended:"
-"""Prefix of the fields of TopItems in scored columns."""
-_ITEM_COLUMNS: Final = ("items", "scores")
-"""Columns of recommended items in tables of scores."""
 
 
 # Who does what, to score a log:
@@ -92,10 +86,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     context = _with_lists(context, schema)
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
-    k = _items_per_row(workload, context, preprocessor, measuring=measuring)
-    if k is not None:
-        heads = _beside_items(heads, context.extra_columns)
-    _check_extra(context, schema, heads, also=() if k is None else _ITEM_COLUMNS)
+    items = items_request(workload.model, context, preprocessor)
+    _check_extra(context, schema, heads, items)
     index, set_name, rows = _index(context, schema, dict.fromkeys((*columns, *frequencies)))
     blocks = _blocks(context, index, rows)
     engine = context.engine()
@@ -113,8 +105,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         extra=find_types(context.extra_columns, index, engine),
         counts_clipped=context.counts_clipped,
-        k=k,
-        exclude_seen=context.exclude_seen,
+        items=items,
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
@@ -136,7 +127,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
             "preprocessor": preprocessor.hash(),
         },
         thread_safe=True,
-        is_clicks=any(isinstance(head, BinaryHead) for head in heads[:1]),
+        is_clicks=isinstance(heads[0], BinaryHead),
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
         set_name=set_name,
         first_row=rows[0],
@@ -157,39 +148,6 @@ def _load_preprocessor(workload: ClickSettings, context: ScoringContext) -> Prep
             "ranking_k: metrics at k require groups. Name the group column with --group."
         )
     return preprocessor
-
-
-def _items_per_row(
-    workload: ClickSettings, context: ScoringContext, preprocessor: Preprocessor, *, measuring: bool
-) -> int | None:
-    """Return the number of items to predict for each row, None if none are. Raises InputError if
-    they are asked for of a model that cannot recommend.
-    """
-    if context.evaluating or measuring:
-        return None
-    is_asked = context.k is not None or not context.exclude_seen
-    if not is_asked and workload.model.candidate_feature(model_inputs(preprocessor)) is None:
-        return None
-    model = empty_model(
-        workload.model, preprocessor=preprocessor, precision=context.config.precision
-    )
-    try:
-        check_recommends(model, preprocessor)
-    except InputError as error:
-        if is_asked:
-            name = "exclude_seen" if context.k is None else "k"
-            raise InputError(f"{name}: {error}") from None
-        return None
-    return context.k or int(getattr(workload.model, "k", DEFAULT_KS[-1]))
-
-
-def _beside_items(heads: Sequence[Head], kept: Sequence[str]) -> tuple[Head, ...]:
-    """Return the heads that are written beside recommended items: vectors, unless the rows' own
-    column of that name is kept.
-    """
-    return tuple(
-        head for head in heads if not isinstance(head, ItemsHead) and head.name not in kept
-    )
 
 
 def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) -> bool:
@@ -270,12 +228,17 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
 
 
 def _check_extra(
-    context: ScoringContext, schema: Schema, heads: Sequence[Head], *, also: Sequence[str]
+    context: ScoringContext, schema: Schema, heads: Sequence[Head], items: ItemsRequest | None
 ) -> None:
     """Check that the log has the columns to keep, and that predictions have other names. Raises
     InputError.
     """
-    predicted = {"row", *also, *(name for head in heads for name in _table_columns(head))}
+    predicted = {"row"}
+    if items is not None:
+        predicted.update(ITEM_COLUMNS)
+        heads = heads_beside(heads, context.extra_columns)
+    for head in heads:
+        predicted.update(_table_columns(head))
     for name in context.extra_columns:
         if name in predicted:
             raise InputError(
@@ -458,10 +421,8 @@ class _ScoringTask:
     """Columns of the log that are returned unchanged."""
     counts_clipped: bool
     """Flag to return which numbers are beyond their bounds."""
-    k: int | None
-    """Number of items to predict. None: none."""
-    exclude_seen: bool
-    """Flag to leave out the items that a row has already."""
+    items: ItemsRequest | None
+    """Items to predict. None: none."""
 
     def load(self, device: Device) -> BlockScorer:
         preprocessor = self.preprocessor.get()
@@ -478,7 +439,7 @@ class _ScoringTask:
         self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
     ) -> BlockScorer:
         """Return a scorer of these blocks."""
-        recommender = None if self.k is None else Recommender(scorer, preprocessor)
+        recommender = None if self.items is None else Recommender(scorer, preprocessor)
         return BlockScorer(
             lambda number: _LogBlock(
                 self, preprocessor, blocks[number], scorer, recommender=recommender
@@ -507,10 +468,13 @@ class _LogBlock:
         self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
         self._opened = open_block(scored.block, preprocessor, labelled=task.labelled)
         self.rows = scored.block.rows
-        self._recommender = recommender
         self._heads = scorer.heads
-        if recommender is not None:
-            self._heads = _beside_items(scorer.heads, task.extra.types.names)
+        self._items: BlockItems | None = None
+        if recommender is not None and task.items is not None:
+            self._heads = heads_beside(scorer.heads, task.extra.types.names)
+            self._items = BlockItems(
+                recommender, task.items, preprocessor, scored.block, self._opened
+            )
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
         self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
 
@@ -522,8 +486,8 @@ class _LogBlock:
         if self._heads:
             values_of = self._scorer.predict(rows)
             columns = {f"{_OUTPUT}{name}": values for name, values in values_of.items()}
-        if self._recommender is not None:
-            columns |= self._recommended(self._recommender, rows, start, stop)
+        if self._items is not None:
+            columns |= self._items.score(rows, start, stop)
         columns |= {
             f"label{head.suffix}": rows.labels[head.name]
             for head in self._label_heads
@@ -539,44 +503,6 @@ class _LogBlock:
         if self._clips is not None and self._clips.names:
             columns |= self._clips.columns(rows.dense)
         return columns
-
-    def _recommended(
-        self, recommender: Recommender, rows: EncodedRows, start: int, stop: int
-    ) -> dict[str, np.ndarray]:
-        """Return the fields of TopItems of rows [start, stop)."""
-        assert self._task.k is not None
-        excluded = None
-        if self._task.exclude_seen:
-            excluded = joined([items.between(start, stop) for items in self._seen])
-        top = recommender.top(recommender.queries(rows), self._task.k, excluded=excluded)
-        return {f"{_ITEMS}{name}": values for name, values in top._asdict().items()}
-
-    @functools.cached_property
-    def _seen(self) -> list[ItemLists]:
-        """Items that the block's rows have already: those of `seen`, and of the list of items,
-        whatever its `max_length`.
-        """
-        assert self._recommender is not None
-        lists = self._preprocessor.inputs.lists
-        names = [name for name in (SEEN, self._recommender.feature) if name in lists]
-        if self._opened.raw is None:
-            return [self._encoded_items(name) for name in names]
-        found = []
-        for name in names:
-            parts = [read_categories(part, name, self._schema) for part in self._scored.block.parts]
-            tokens = np.concatenate([each.tokens for each in parts])
-            lengths = np.concatenate([each.lengths for each in parts])
-            found.append(ItemLists.of_lengths(self._recommender.lookup.numbers(tokens), lengths))
-        return found
-
-    def _encoded_items(self, name: str) -> ItemLists:
-        """Return the items of a list in a preprocessed log, which has at most `max_length`."""
-        assert self._recommender is not None
-        number = self._preprocessor.inputs.sparse.index(name)
-        ids = self._opened.encode(0, self.rows).ids[number]
-        assert isinstance(ids, JaggedIds)
-        candidates = model_inputs(self._preprocessor).candidates_of(name)
-        return ItemLists.of_lengths(candidates.numbers(ids.values), ids.lengths)
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
         task = self._task
@@ -597,10 +523,8 @@ class _LogBlock:
             if isinstance(head, LabelHead) and task.labelled:
                 name = f"label{head.suffix}"
                 columns[name] = arrow_numbers(scored[name].astype(np.float32, copy=False))
-        if self._recommender is not None:
-            top = TopItems(*(scored[f"{_ITEMS}{name}"] for name in TopItems._fields))
-            arrays = self._recommender.lists(top)
-            columns |= dict(zip(_ITEM_COLUMNS, arrays, strict=True))
+        if self._items is not None:
+            columns |= self._items.columns(scored)
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if task.day_slices:

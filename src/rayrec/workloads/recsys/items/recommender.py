@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
-from rayrec.data.encoding.known_categories import ENDS
-from rayrec.data.encoding.own_ids import OwnIds, VocabularyLookup
+from rayrec.data.encoding.known_categories import ENDS, OwnIds, VocabularyLookup
 from rayrec.metrics.item_ranks import ItemNumbers, without_items
 
 if TYPE_CHECKING:
