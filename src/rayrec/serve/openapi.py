@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pyarrow as pa
 
-from rayrec.config import packaged_json
+from rayrec.config import InputError, packaged_json
 from rayrec.environment.installation import versions
+from rayrec.models.heads import many
+from rayrec.serve.recommendations import DEFAULT_K
 from rayrec.serve.requests import find_delimiter
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
     from rayrec.schema import Schema
     from rayrec.serve.config import ServeConfig
+    from rayrec.workloads.recsys.items.recommender import Recommender
 
 _MISSING = "Absent or null: missing."
 
@@ -40,11 +45,95 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
     }
     answers["Scores"]["properties"] = {**fields, **answers["Scores"]["properties"]}
     answers["Scores"]["required"] = [*fields, *answers["Scores"]["required"]]
+    operations = [score, metrics]
+    recommender = _recommender_of(model)
+    if recommender is not None:
+        recommend = _recommend_operation(score, recommender, schema, config)
+        result["paths"]["/v1/recommend"] = {"post": recommend}
+        operations.append(recommend)
+        answers["Recommendations"] = _recommendations(recommender)
     if not with_token:
         del components["securitySchemes"]
-        for operation in (score, metrics):
+        for operation in operations:
             del operation["security"], operation["responses"]["401"]
     return result
+
+
+def _recommender_of(model: ServedModel) -> Recommender | None:
+    """Return the search of a retrieval model, None of other models."""
+    try:
+        return model.recommender
+    except InputError:
+        return None
+
+
+def _id_type(recommender: Recommender) -> str:
+    return "integer" if recommender.ids.type == pa.int64() else "string"
+
+
+def _recommendations(recommender: Recommender) -> dict[str, Any]:
+    """Return the schema of answers with items."""
+    ids = "Ids of items, the best first."
+    if not recommender.ids.is_known:
+        ids = "Tokens of items, the best first: integers, or hashes of texts."
+    fallback = {
+        "type": ["string", "null"],
+        "description": "popularity, if the model knows nothing of the row. Then a score is 1 / "
+        "rank.",
+    }
+    text = {"type": "string"}
+    properties = {
+        "items": many(many({"type": _id_type(recommender)}, ids), "Of each row."),
+        "scores": many(many({"type": "number"}, "Of each item."), "Of each row."),
+        "fallback": many(fallback, "What answered each row in place of the model."),
+        "model": text,
+        "preprocessor": text,
+    }
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _recommend_operation(
+    score: Mapping[str, Any], recommender: Recommender, schema: Schema, config: ServeConfig
+) -> dict[str, Any]:
+    """Return the operation of recommendations, with the errors of `score`."""
+    one = {"type": ["string", "integer", "boolean"]}
+    ids = many(one, "Ids of items.")
+    per_row = {**many(ids, "A list for each row."), "type": ["array", "null"]}
+    columns = _columns(schema)
+    columns["user"] = one
+    if recommender.is_list:
+        columns.pop(recommender.feature, None)
+    history = {**many(one, "Items in chronological order."), "type": ["array", "null"]}
+    columns["history"] = history
+    row = {"type": "object", "properties": columns, "additionalProperties": False}
+    rows = {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": row}
+    count = {"type": "integer", "minimum": 1, "maximum": config.max_k, "default": DEFAULT_K}
+    among = {"anyOf": [per_row, ids], "description": "The only possible items."}
+    fields = {
+        "rows": rows,
+        "k": count,
+        "exclude_seen": {"type": "boolean", "default": True},
+        "exclude": per_row,
+        "among": among,
+    }
+    body = {
+        "type": "object",
+        "required": ["rows"],
+        "properties": fields,
+        "additionalProperties": False,
+    }
+    answer = {"$ref": "#/components/schemas/Recommendations"}
+    found = {
+        "description": "Items, in the order of the rows.",
+        "content": {"application/json": {"schema": answer}},
+    }
+    return {
+        "summary": "Recommend items for rows.",
+        "operationId": "recommend",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {**score["responses"], "200": found},
+        "security": list(score["security"]),
+    }
 
 
 def example_row(preprocessor: Preprocessor) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def open_recommendation(content: bytes, *, config: ServeConfig) -> RecommendBody
             f"{len(rows)} rows in one request, more than the limit of {config.max_rows}; send "
             "them in several requests",
         )
-    k = parsed.get("k", DEFAULT_K)
+    k = parsed.get("k", min(DEFAULT_K, config.max_k))
     if type(k) is not int or not 1 <= k <= config.max_k:
         raise RequestError(400, f"k must be an integer from 1 to {config.max_k}", field="k")
     if k * len(rows) > MAX_ANSWERS:
