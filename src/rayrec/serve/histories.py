@@ -14,7 +14,7 @@ from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.known_categories import value_tokens
+from rayrec.data.encoding.known_categories import ValueTokens
 from rayrec.data.logs.column_values import is_list, plain_array, resolved
 from rayrec.schema import Schema
 from rayrec.storage import cache
@@ -125,20 +125,19 @@ def _batches(
     """Yield users' tokens, uint64 [rows], numbers of items, int64 [rows], and their tokens, uint64
     [items], of rows with a user.
     """
+    user_tokens = ValueTokens(user_column(schema), schema)
+    item_tokens = ValueTokens(item, schema)
     with _opened(path) as parquet:
         user = _columns(parquet.schema_arrow, path, schema, item)
         for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[user, item]):
             table = pa.Table.from_batches([batch])
-            users, has_user = value_tokens(
-                plain_array(table.column(user)), user_column(schema), schema, path=path
-            )
+            users, has_user = user_tokens.of(plain_array(table.column(user)), path=path)
             lists = table.column(item).combine_chunks().filter(pa.array(has_user))
             if isinstance(lists, pa.ChunkedArray):
                 lists = lists.combine_chunks()
             counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-            tokens, is_item = value_tokens(
-                resolved(pc.list_flatten(lists)), item, schema, path=path
-            )
+            items = resolved(pc.list_flatten(lists))
+            tokens, is_item = item_tokens.of(items, path=path)
             row_of = np.repeat(np.arange(len(lists)), counts)[is_item]
             yield users, np.bincount(row_of, minlength=len(lists)), tokens
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
-from rayrec.data.encoding.known_categories import value_tokens
+from rayrec.data.encoding.known_categories import ValueTokens
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.item_ranks import ItemNumbers
 from rayrec.serve.histories import USER, Histories, user_column
@@ -170,6 +170,8 @@ class RequestRecommender:
         self._reader = AnyReader(self._schema)
         self._user = user_column(self._schema)
         self._columns = set(self._schema.unlabelled().columns)
+        self._user_tokens = ValueTokens(self._user, self._schema)
+        self._item_tokens = ValueTokens(self._recommender.feature, self._schema)
 
     def answer(self, bodies: Sequence[RecommendBody]) -> list[RecommendResponse | RequestError]:
         """Return one answer per body, in order."""
@@ -250,14 +252,14 @@ class RequestRecommender:
         if user is None or type(user) is list or self._histories is None:
             return np.zeros(0, np.uint64)
         text = token_text(user, USER, number)
-        tokens, _ = value_tokens(pa.array([text], pa.large_string()), self._user, self._schema)
+        tokens, _ = self._user_tokens.of(pa.array([text], pa.large_string()))
         found = self._histories.items(int(tokens[0])) if len(tokens) else None
         return np.zeros(0, np.uint64) if found is None else np.asarray(found)
 
     def _tokens(self, values: list[Any], field: str, number: int) -> np.ndarray:
         texts = [token_text(value, field, number) for value in values]
         array = pa.array(texts, pa.large_string())
-        return value_tokens(array, self._recommender.feature, self._schema)[0]
+        return self._item_tokens.of(array)[0]
 
     def _item_lists(self, lists: list[list[Any]], field: str) -> ItemLists:
         """Return the candidate numbers of lists of ids. Unknown ones are none."""
@@ -267,7 +269,7 @@ class RequestRecommender:
             for value in values
         ]
         array = pa.array(texts, pa.large_string())
-        tokens, is_id = value_tokens(array, self._recommender.feature, self._schema)
+        tokens, is_id = self._item_tokens.of(array)
         row_of = np.repeat(np.arange(len(lists)), [len(values) for values in lists])[is_id]
         return ItemLists.of_lengths(
             self._recommender.lookup.numbers(tokens), np.bincount(row_of, minlength=len(lists))
@@ -308,36 +310,48 @@ class RequestRecommender:
         self, parsed: Sequence[_Rows], starts: Sequence[int], queries: torch.Tensor
     ) -> list[TopItems]:
         """Return the best items of each request."""
-        together = [number for number, each in enumerate(parsed) if each.among is None]
-        tops: dict[int, TopItems] = {}
-        if together:
-            rows = [slice(starts[number], starts[number + 1]) for number in together]
-            excluded = []
-            first = 0
-            for number in together:
-                items = _excluded(parsed[number])
-                excluded.append(ItemNumbers(items.rows + first, items.numbers))
-                first += parsed[number].raw.rows
-            found = self._recommender.top(
-                torch.cat([queries[each] for each in rows]),
-                max(parsed[number].body.k for number in together),
-                excluded=joined(excluded),
-            )
-            first = 0
-            for number in together:
-                stop = first + parsed[number].raw.rows
-                k = parsed[number].body.k
-                tops[number] = TopItems(found.numbers[first:stop, :k], found.scores[first:stop, :k])
-                first = stop
+        if len(parsed) > 1 and any(each.among is None for each in parsed):
+            together = [number for number, each in enumerate(parsed) if each.among is None]
+        else:
+            together = []
+        tops = self._tops_together(
+            [parsed[number] for number in together],
+            [queries[starts[number] : starts[number + 1]] for number in together],
+        )
+        found = dict(zip(together, tops, strict=True))
         for number, each in enumerate(parsed):
-            if each.among is not None:
-                tops[number] = self._recommender.top(
+            if number not in found:
+                rows = each.raw.rows
+                found[number] = self._recommender.top(
                     queries[starts[number] : starts[number + 1]],
                     each.body.k,
                     excluded=_excluded(each),
-                    allowed=each.among.between(0, each.raw.rows),
+                    allowed=None if each.among is None else each.among.between(0, rows),
                 )
-        return [tops[number] for number in range(len(parsed))]
+        return [found[number] for number in range(len(parsed))]
+
+    def _tops_together(
+        self, parsed: Sequence[_Rows], queries: Sequence[torch.Tensor]
+    ) -> list[TopItems]:
+        """Return the best items of requests without an allow-list, from one search."""
+        if not parsed:
+            return []
+        excluded = []
+        first = 0
+        for each in parsed:
+            items = _excluded(each)
+            excluded.append(ItemNumbers(items.rows + first, items.numbers))
+            first += each.raw.rows
+        largest = max(each.body.k for each in parsed)
+        found = self._recommender.top(torch.cat(list(queries)), largest, excluded=joined(excluded))
+        tops = []
+        start = 0
+        for each in parsed:
+            stop = start + each.raw.rows
+            k = each.body.k
+            tops.append(TopItems(found.numbers[start:stop, :k], found.scores[start:stop, :k]))
+            start = stop
+        return tops
 
     def _response(self, rows: _Rows, top: TopItems, is_known: np.ndarray) -> RecommendResponse:
         """Return the answer to one request. `is_known` tells which rows the model knows something

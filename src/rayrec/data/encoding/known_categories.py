@@ -149,23 +149,32 @@ class OwnIds:
         return np.array(self.values.to_pylist(), object)
 
 
-def value_tokens(
-    values: pa.Array, column: str, schema: Schema, *, path: str = ""
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of single values by the rules of a column, of which the schema may know
-    nothing or that it is a list, uint64 [present], and which values are present, bool [values].
-    Values that are no category are not.
+@final
+class ValueTokens:
+    """Tokens of single values by the rules of a column, which may be one of lists, or one that the
+    schema does not have. Thread-safe.
     """
-    alone = Schema(
-        label=None,
-        sparse=(column,),
-        tokens=schema.tokens,
-        integers=(column,) if column in schema.integers else (),
-        missing=schema.missing,
-        category_rules=schema.category_rules,
-    )
-    _, tokens, counts = category_items(pa.table({column: values}), column, alone, path=path)
-    return tokens, counts > 0
+
+    def __init__(self, column: str, schema: Schema) -> None:
+        self._column = column
+        self._alone = Schema(
+            label=None,
+            sparse=(column,),
+            tokens=schema.tokens,
+            integers=(column,) if column in schema.integers else (),
+            missing=schema.missing,
+            category_rules=schema.category_rules,
+        )
+
+    def of(self, values: pa.Array, *, path: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the present values, uint64 [present], and which are present, bool
+        [values]. Values that are no category are not.
+        """
+        if not len(values):
+            return np.zeros(0, np.uint64), np.zeros(0, bool)
+        table = pa.table({self._column: values})
+        _, tokens, counts = category_items(table, self._column, self._alone, path=path)
+        return tokens, counts > 0
 
 
 def ids_by_row(preprocessor: Preprocessor, column: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from rayrec.data.encoding import name_search
 from rayrec.data.encoding.category_names import CategoryNames
-from rayrec.data.encoding.known_categories import OwnIds, ids_by_row, value_tokens
+from rayrec.data.encoding.known_categories import OwnIds, ValueTokens, ids_by_row
 from rayrec.data.encoding.name_search import find_names
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
@@ -24,7 +24,7 @@ LISTS = Schema(label=None, sparse=("item",), lists=("item",))
 
 def make_preprocessor(values: pa.Array, schema: Schema = LISTS) -> Preprocessor:
     """Return a Preprocessor whose vocabulary has the values, in order."""
-    tokens, present = value_tokens(values, "item", schema)
+    tokens, present = ValueTokens("item", schema).of(values)
     assert present.all()
     column = SparseColumn(len(tokens) + 2, len(tokens))
     return Preprocessor("test", schema, (), (column,) * len(schema.sparse), tokens)

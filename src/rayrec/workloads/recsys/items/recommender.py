@@ -237,6 +237,8 @@ def _first_of_equal(scores: torch.Tensor, last: torch.Tensor, k: int) -> torch.T
 
 def _of_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
     """Return the items of rows [start, stop), numbered from 0."""
+    if not len(items.rows) or (not start and int(items.rows.max()) < stop):
+        return items
     inside = (items.rows >= start) & (items.rows < stop)
     return ItemNumbers(items.rows[inside] - start, items.numbers[inside])
 
