@@ -61,7 +61,7 @@ def brute_force(checkpoint: str, history: list[str], left_out: set[str]) -> dict
     return {item: value for item, value in found.items() if item not in left_out}
 
 
-def test_answers_are_own_ids_of_all_items(checkpoint: str, app: ScoringApp) -> None:
+def test_answers_have_ids_of_log(checkpoint: str, app: ScoringApp) -> None:
     answer = recommend(app, [{"history": LISTS_OF_USERS[0]}], k=1000, exclude_seen=False)
     assert sorted(answer["items"][0]) == sorted(set(chain(*LISTS_OF_USERS)))
     assert answer["scores"][0] == sorted(answer["scores"][0], reverse=True)
@@ -132,7 +132,7 @@ def test_integers_are_answered_as_integers(tmp_path: Path) -> None:
     assert sorted(answer["items"][0]) == list(range(102, 100 + ITEMS))
 
 
-def test_rows_without_known_item_get_most_frequent_ones(app: ScoringApp) -> None:
+def test_popular_items_replace_answers(app: ScoringApp) -> None:
     """Frequent among the items that the model reads, the newest of each list."""
     counts = Counter(chain(*(items[-LENGTH:] for items in LISTS_OF_USERS)))
     answer = recommend(app, [{}, {"history": ["new"]}, {"history": ["8"]}], k=4, exclude=[[]] * 3)
@@ -444,7 +444,7 @@ def vars_of(preprocessor: Preprocessor) -> dict[str, Any]:
     return {name: getattr(preprocessor, name) for name in Preprocessor.__dataclass_fields__}
 
 
-def test_damaged_texts_are_found(checkpoint: str, tmp_path: Path) -> None:
+def test_damaged_texts_are_rejected(checkpoint: str, tmp_path: Path) -> None:
     folder = tmp_path / "preprocessor"
     Preprocessor.load(checkpoint).save(str(folder))
     content = (folder / "names.arrow").read_bytes()

@@ -24,8 +24,8 @@ USER: Final = "user"
 _FORMAT: Final = 1
 _BATCH_ROWS: Final = 1 << 16
 _ARRAYS: Final = ("users", "starts", "ends", "items")
-"""Files of converted histories: tokens of users, ascending, uint64 [users]; where their items start
-and end, int64 [users]; tokens of items, uint64 [items].
+"""Files with converted histories: users' tokens, ascending, uint64 [users]; start and end in the
+items, int64 [users]; item tokens, uint64 [items].
 """
 
 
@@ -62,10 +62,10 @@ class Histories:
         unknown.
         """
         token = np.uint64(user)
-        place = int(np.searchsorted(self._users, token))
-        if place == len(self._users) or self._users[place] != token:
+        index = int(np.searchsorted(self._users, token))
+        if index == len(self._users) or self._users[index] != token:
             return None
-        return self._items[int(self._starts[place]) : int(self._ends[place])]
+        return self._items[int(self._starts[index]) : int(self._ends[index])]
 
 
 def check_histories(path: str, schema: Schema, item: str) -> None:
@@ -76,8 +76,8 @@ def check_histories(path: str, schema: Schema, item: str) -> None:
 
 
 def open_histories(path: str, schema: Schema, item: str) -> Histories:
-    """Open the histories of a Parquet file, a folder or a glob of them, with a column of users and
-    lists of `item`. Converts them into the cache folder if needed. Raises InputError for other
+    """Open the histories in Parquet files, with a user column and lists `item`. `path` is a file, a
+    folder or a glob. Converts them into the cache folder if needed. Raises InputError for other
     files, and for a user with several rows.
     """
     files = storage.list_files(path)
@@ -131,13 +131,13 @@ def _batches(
         user = _columns(parquet.schema_arrow, path, schema, item)
         for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[user, item]):
             table = pa.Table.from_batches([batch])
-            users, has_user = user_tokens.of(plain_array(table.column(user)), path=path)
+            users, has_user = user_tokens.read(plain_array(table.column(user)), path=path)
             lists = table.column(item).combine_chunks().filter(pa.array(has_user))
             if isinstance(lists, pa.ChunkedArray):
                 lists = lists.combine_chunks()
             counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
             items = resolved(pc.list_flatten(lists))
-            tokens, is_item = item_tokens.of(items, path=path)
+            tokens, is_item = item_tokens.read(items, path=path)
             row_of = np.repeat(np.arange(len(lists)), counts)[is_item]
             yield users, np.bincount(row_of, minlength=len(lists)), tokens
 
@@ -152,17 +152,18 @@ def _opened(path: str) -> pq.ParquetFile:
         ) from None
 
 
-def _columns(found: pa.Schema, path: str, schema: Schema, item: str) -> str:
+def _columns(file_schema: pa.Schema, path: str, schema: Schema, item: str) -> str:
     """Return the column of users. Raises InputError without one, or without lists of items."""
-    if item not in found.names or not is_list(found.field(item).type):
+    if item not in file_schema.names or not is_list(file_schema.field(item).type):
         raise InputError(
-            f"{path}: histories must have a column {item} with lists, got {', '.join(found.names)}."
+            f"{path}: histories must have a column {item} with lists, got "
+            f"{', '.join(file_schema.names)}."
         )
     user = user_column(schema)
-    if user not in found.names or types.is_nested(found.field(user).type):
+    if user not in file_schema.names or types.is_nested(file_schema.field(user).type):
         raise InputError(
             f"{path}: histories must have a column {user} with a user a row, got "
-            f"{', '.join(found.names)}. Rename the column of users."
+            f"{', '.join(file_schema.names)}. Rename the column of users."
         )
     return user
 

@@ -123,7 +123,7 @@ def _recommend_operation(
         "additionalProperties": False,
     }
     answer = {"$ref": "#/components/schemas/Recommendations"}
-    found = {
+    answered = {
         "description": "Items, in the order of the rows.",
         "content": {"application/json": {"schema": answer}},
     }
@@ -131,7 +131,7 @@ def _recommend_operation(
         "summary": "Recommend items for rows.",
         "operationId": "recommend",
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {**score["responses"], "200": found},
+        "responses": {**score["responses"], "200": answered},
         "security": list(score["security"]),
     }
 

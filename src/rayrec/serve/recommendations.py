@@ -115,7 +115,7 @@ class RecommendResponse:
     scores: list[np.ndarray]
     """Their scores, float32 [items] each."""
     fallback: list[str | None]
-    """What answered each row in place of the model, None if the model did."""
+    """Source of each answer in place of the model, None for the model."""
     model: str
     preprocessor: str
 
@@ -144,8 +144,8 @@ class _Rows:
     among: ItemLists | None
 
 
-# Of a batch, all rows are encoded and searched together, but for those of requests with an
-# allow-list, whose scores have masks:
+# All rows of a batch are encoded and searched together. Requests with an allow-list are searched
+# alone, because it masks scores:
 #
 #   JSON        rows -> AnyReader -> RawBlock; history -> tokens, which are the list of items of a
 #               next-item model, and of which all are left out; ids -> candidate numbers
@@ -212,15 +212,15 @@ class RequestRecommender:
                 raise RequestError(400, message, row=number)
             histories.append(self._history(row, number))
             rows.append(self._columns_of(row, number))
-        given = RequestBody("json", len(rows), body.num_bytes, rows=rows)
-        raw, (outcome,) = self._reader.read([given])
+        json_body = RequestBody("json", len(rows), body.num_bytes, rows=rows)
+        raw, (outcome,) = self._reader.read([json_body])
         if isinstance(outcome, RequestError):
             raise outcome
         lengths = np.array([len(tokens) for tokens in histories])
         tokens = np.concatenate([np.zeros(0, np.uint64), *histories])
         if self._recommender.is_list:
             raw = self._with_history(raw, JaggedIds(tokens, lengths.astype(np.int32)))
-        seen = ItemLists.of_lengths(self._recommender.lookup.numbers(tokens), lengths)
+        seen = ItemLists.from_lengths(self._recommender.lookup.numbers(tokens), lengths)
         among = None if body.among is None else self._item_lists(body.among, "among")
         exclude = self._item_lists(body.exclude or [[]] * len(rows), "exclude")
         return _Rows(body, raw, seen, exclude, among)
@@ -228,9 +228,9 @@ class RequestRecommender:
     def _columns_of(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         """Return the fields of a row that are columns of the log, for the reader."""
         feature = self._recommender.feature
-        own = {HISTORY, USER, self._user} - self._columns
+        ignored = {HISTORY, USER, self._user} - self._columns
         if self._recommender.is_list:
-            own |= {HISTORY, feature}
+            ignored |= {HISTORY, feature}
             if feature in row and feature != HISTORY:
                 raise RequestError(
                     400,
@@ -238,7 +238,7 @@ class RequestRecommender:
                     row=number,
                     field=shorten(feature),
                 )
-        return {name: value for name, value in row.items() if name not in own}
+        return {name: value for name, value in row.items() if name not in ignored}
 
     def _history(self, row: dict[str, Any], number: int) -> np.ndarray:
         """Return the tokens of a row's items, those of its user without `history`, uint64."""
@@ -252,14 +252,14 @@ class RequestRecommender:
         if user is None or type(user) is list or self._histories is None:
             return np.zeros(0, np.uint64)
         text = token_text(user, USER, number)
-        tokens, _ = self._user_tokens.of(pa.array([text], pa.large_string()))
-        found = self._histories.items(int(tokens[0])) if len(tokens) else None
-        return np.zeros(0, np.uint64) if found is None else np.asarray(found)
+        tokens, _ = self._user_tokens.read(pa.array([text], pa.large_string()))
+        results = self._histories.items(int(tokens[0])) if len(tokens) else None
+        return np.zeros(0, np.uint64) if results is None else np.asarray(results)
 
     def _tokens(self, values: list[Any], field: str, number: int) -> np.ndarray:
         texts = [token_text(value, field, number) for value in values]
         array = pa.array(texts, pa.large_string())
-        return self._item_tokens.of(array)[0]
+        return self._item_tokens.read(array)[0]
 
     def _item_lists(self, lists: list[list[Any]], field: str) -> ItemLists:
         """Return the candidate numbers of lists of ids. Unknown ones are none."""
@@ -269,9 +269,9 @@ class RequestRecommender:
             for value in values
         ]
         array = pa.array(texts, pa.large_string())
-        tokens, is_id = self._item_tokens.of(array)
+        tokens, is_id = self._item_tokens.read(array)
         row_of = np.repeat(np.arange(len(lists)), [len(values) for values in lists])[is_id]
-        return ItemLists.of_lengths(
+        return ItemLists.from_lengths(
             self._recommender.lookup.numbers(tokens), np.bincount(row_of, minlength=len(lists))
         )
 
@@ -291,7 +291,7 @@ class RequestRecommender:
         raw = RawBlock.concatenated([each.raw for each in parsed])
         encoded = self.model.preprocessor.encode(raw)
         queries = self._recommender.queries(encoded)
-        is_known = self._is_known(raw, encoded)
+        has_input = self._has_input(raw, encoded)
         answers: list[RecommendResponse | RequestError] = []
         starts = np.cumsum([0, *(each.raw.rows for each in parsed)]).tolist()
         tops = self._tops(parsed, starts, queries)
@@ -303,7 +303,7 @@ class RequestRecommender:
                 message = f"row {row} has no finite score; its numbers are too large"
                 answers.append(RequestError(422, message, row=row))
             else:
-                answers.append(self._response(each, top, is_known[rows]))
+                answers.append(self._response(each, top, has_input[rows]))
         return answers
 
     def _tops(
@@ -318,17 +318,17 @@ class RequestRecommender:
             [parsed[number] for number in together],
             [queries[starts[number] : starts[number + 1]] for number in together],
         )
-        found = dict(zip(together, tops, strict=True))
+        results = dict(zip(together, tops, strict=True))
         for number, each in enumerate(parsed):
-            if number not in found:
+            if number not in results:
                 rows = each.raw.rows
-                found[number] = self._recommender.top(
+                results[number] = self._recommender.top(
                     queries[starts[number] : starts[number + 1]],
                     each.body.k,
                     excluded=_excluded(each),
                     allowed=None if each.among is None else each.among.between(0, rows),
                 )
-        return [found[number] for number in range(len(parsed))]
+        return [results[number] for number in range(len(parsed))]
 
     def _tops_together(
         self, parsed: Sequence[_Rows], queries: Sequence[torch.Tensor]
@@ -343,18 +343,20 @@ class RequestRecommender:
             excluded.append(ItemNumbers(items.rows + first, items.numbers))
             first += each.raw.rows
         largest = max(each.body.k for each in parsed)
-        found = self._recommender.top(torch.cat(list(queries)), largest, excluded=joined(excluded))
+        results = self._recommender.top(
+            torch.cat(list(queries)), largest, excluded=joined(excluded)
+        )
         tops = []
         start = 0
         for each in parsed:
             stop = start + each.raw.rows
             k = each.body.k
-            tops.append(TopItems(found.numbers[start:stop, :k], found.scores[start:stop, :k]))
+            tops.append(TopItems(results.numbers[start:stop, :k], results.scores[start:stop, :k]))
             start = stop
         return tops
 
-    def _response(self, rows: _Rows, top: TopItems, is_known: np.ndarray) -> RecommendResponse:
-        """Return the answer to one request. `is_known` tells which rows the model knows something
+    def _response(self, rows: _Rows, top: TopItems, has_input: np.ndarray) -> RecommendResponse:
+        """Return the answer to one request. `has_input` tells which rows the model knows something
         of, bool [rows].
         """
         items = self._recommender.lists(top)[0].to_pylist()
@@ -363,8 +365,8 @@ class RequestRecommender:
         fallback: list[str | None] = [None] * len(items)
         if self._recommender.has_popularity:
             excluded = _excluded(rows)
-            for row in np.flatnonzero(~is_known).tolist():
-                allowed = None if rows.among is None else _of_row(rows.among, row)
+            for row in np.flatnonzero(~has_input).tolist():
+                allowed = None if rows.among is None else _row_items(rows.among, row)
                 numbers, values = self._recommender.popular(
                     rows.body.k,
                     excluded=excluded.numbers[excluded.rows == row].numpy(),
@@ -377,7 +379,7 @@ class RequestRecommender:
             items, scores, fallback, self.model.version, self.model.preprocessor_hash
         )
 
-    def _is_known(self, raw: RawBlock, encoded: EncodedRows) -> np.ndarray:
+    def _has_input(self, raw: RawBlock, encoded: EncodedRows) -> np.ndarray:
         """Return which rows the model knows something of, bool [rows]: a next-item model an item of
         those that it reads, another one a category or a number.
         """
@@ -388,20 +390,19 @@ class RequestRecommender:
             names = (feature,)
         else:
             names = tuple(name for name in names if name != feature)
-        is_known = np.zeros(raw.rows, bool)
+        has_input = np.zeros(raw.rows, bool)
         for name in names:
             ids = encoded.ids[inputs.sparse.index(name)]
-            known = self._candidates[name].contains(
-                ids.values if isinstance(ids, JaggedIds) else ids
-            )
+            candidates = self._candidates[name]
             if isinstance(ids, JaggedIds):
                 row_of = np.repeat(np.arange(raw.rows), ids.lengths)
-                known = np.bincount(row_of[known], minlength=raw.rows) > 0
-            is_known |= np.asarray(known).reshape(raw.rows)
+                has_input[row_of[candidates.contains(ids.values)]] = True
+            else:
+                has_input |= candidates.contains(ids).reshape(raw.rows)
         if not self._recommender.is_list:
             for name in raw.schema.dense:
-                is_known |= ~raw.is_missing(name)
-        return is_known
+                has_input |= ~raw.is_missing(name)
+        return has_input
 
     @cached_property
     def _candidates(self) -> Mapping[str, Any]:
@@ -415,7 +416,7 @@ def _excluded(rows: _Rows) -> ItemNumbers:
     return joined([items.between(0, rows.raw.rows) for items in lists])
 
 
-def _of_row(items: ItemLists, row: int) -> np.ndarray:
+def _row_items(items: ItemLists, row: int) -> np.ndarray:
     return items.between(row, row + 1).numbers.numpy()
 
 

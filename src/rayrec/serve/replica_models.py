@@ -86,7 +86,7 @@ class BatchScorer:
         self.recommender: RequestRecommender | None = None
         """Recommender of a retrieval model."""
         self.no_items = ""
-        """Why the model has none."""
+        """Reason for its absence."""
         self._set_recommender(counters, histories)
         schema = model.preprocessor.schema
         self.contents = {table.name: table.content for table in schema.tables}
@@ -395,7 +395,7 @@ class ReplicaModels:
 
     @property
     def no_items(self) -> str:
-        """Why the model does not recommend, empty if it does."""
+        """Reason for a model without recommendations, empty for others."""
         assert self._serving is not None, "a model is loaded before anything is asked"
         return self._serving.scorer.no_items
 

@@ -237,10 +237,12 @@ def parse_object(content: bytes, *, fields: Sequence[str]) -> dict[str, Any]:
         raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
     for name in parsed:
         if name not in fields:
-            known = f"the only field is {fields[0]}"
+            expected = f"the only field is {fields[0]}"
             if fields[1:]:
-                known = f"fields are {', '.join(fields)}"
-            raise RequestError(400, f"unknown field {shorten(name)}; {known}", field=shorten(name))
+                expected = f"fields are {', '.join(fields)}"
+            raise RequestError(
+                400, f"unknown field {shorten(name)}; {expected}", field=shorten(name)
+            )
     if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
     members = len(parsed) + sum(len(row) for row in parsed["rows"] if type(row) is dict)

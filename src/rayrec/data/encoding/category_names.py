@@ -1,6 +1,4 @@
-"""Texts of the categories of one column, whose tokens are hashes of them, stored beside the
-vocabulary.
-"""
+"""Texts of one column's categories, stored beside the vocabulary, whose tokens are their hashes."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ class CategoryNames:
     vocabulary that was extended since.
     """
     texts: pa.Array | None = None
-    """Text of each of these tokens in the order of the vocabulary, large_string, null for an
-    integer, whose token is its id. None: all are integers.
+    """Text of each such token in the vocabulary's order, large_string, null for an integer, whose
+    token is its id. None: all are integers.
     """
 
     def save(self, folder: str) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class VocabularyLookup:
         size = num_slots(len(tokens))
         wide = tokens.dtype == np.uint64
         self._slots = np.zeros((size, 2) if wide else size, np.uint64)
-        places = np.arange(len(tokens), dtype=np.int32)
-        build_slots(np.ascontiguousarray(tokens), places, self._slots)
+        numbers = np.arange(len(tokens), dtype=np.int32)
+        build_slots(np.ascontiguousarray(tokens), numbers, self._slots)
 
     def numbers(self, tokens: np.ndarray) -> np.ndarray:
         """Return the place of each token, -1 for unknown ones, int32 [tokens]."""
@@ -113,7 +113,7 @@ class VocabularyLookup:
 
 
 @final
-class OwnIds:
+class UserIds:
     """Ids of a column's categories as users wrote them: integers, or texts if any is a text."""
 
     def __init__(self, preprocessor: Preprocessor, column: str) -> None:
@@ -151,8 +151,8 @@ class OwnIds:
 
 @final
 class ValueTokens:
-    """Tokens of single values by the rules of a column, which may be one of lists, or one that the
-    schema does not have. Thread-safe.
+    """Parser of single values by a column's rules. The column may have lists, or be unknown to the
+    schema. Thread-safe.
     """
 
     def __init__(self, column: str, schema: Schema) -> None:
@@ -166,7 +166,7 @@ class ValueTokens:
             category_rules=schema.category_rules,
         )
 
-    def of(self, values: pa.Array, *, path: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def read(self, values: pa.Array, *, path: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of the present values, uint64 [present], and which are present, bool
         [values]. Values that are no category are not.
         """
@@ -178,8 +178,8 @@ class ValueTokens:
 
 
 def ids_by_row(preprocessor: Preprocessor, column: str) -> np.ndarray:
-    """Return the user's own id of each table row of a sparse column (`OwnIds`), [num_embeddings]:
-    int64, -1 if a row has none, or texts as objects, None if it has none. Raises InputError for a
+    """Return the user's id of each table row of a sparse column (`UserIds`), [num_embeddings]. Ids
+    are int64, or texts as objects. A row without a category has -1 or None. Raises InputError for a
     hashed column.
     """
     number = preprocessor.inputs.sparse.index(column)
@@ -189,9 +189,10 @@ def ids_by_row(preprocessor: Preprocessor, column: str) -> np.ndarray:
             f"column {column}: ids must belong to one category each. Use a vocabulary without a "
             "limit."
         )
-    own = OwnIds(preprocessor, column).as_objects
-    result = np.full(rule.num_embeddings, None if own.dtype == object else -1, own.dtype)
-    result[rule.ids()] = own
+    values = UserIds(preprocessor, column).as_objects
+    missing = None if values.dtype == object else -1
+    result = np.full(rule.num_embeddings, missing, values.dtype)
+    result[rule.ids()] = values
     return result
 
 

@@ -33,10 +33,10 @@ _TASK_ROWS: Final = 1 << 21
 # column, also of models that never answer with a category. So the texts are found afterwards, in
 # one more pass over one column, and only of the tokens in the vocabulary:
 #
-#   task      tokens of a part of the log -> places in the vocabulary -> the first text of each
+#   task      tokens in a part -> places in the vocabulary -> the first text for each place
 #   driver    the first of all tasks, in file order
 #
-# Memory of the driver and of each task: the texts of the vocabulary, and 9 bytes a category.
+# The driver and each task have the vocabulary's texts in memory, and 9 bytes a category.
 def find_names(
     preprocessor: Preprocessor,
     column: str,
@@ -56,18 +56,18 @@ def find_names(
     vocabulary = dict(zip(inputs.sparse, inputs.vocabularies, strict=True))
     columns = [name for name in inputs.sparse if vocabulary[name] == vocabulary[column]]
     num_tokens = len(preprocessor.vocabulary(inputs.sparse.index(column)))
-    found = _Found(num_tokens)
+    collected = _TextCollection(num_tokens)
     before = preprocessor.names
     if before is not None and before.column == column:
-        found.add_known(before)
+        collected.add_first(before)
     shared = engine.share(preprocessor)
     function = functools.partial(_names_in, preprocessor=shared, columns=columns)
     tasks = grouped(parts, lambda part: part.rows, max_bytes=_TASK_ROWS, overflows=True)
     for table in engine.run("names", function, tasks):
-        found.add(as_numpy(table.column("number")), table.column("text").combine_chunks())
-    if not found.is_complete:
+        collected.add(as_numpy(table.column("number")), table.column("text").combine_chunks())
+    if not collected.is_complete:
         return None
-    return CategoryNames(column, num_tokens, found.texts())
+    return CategoryNames(column, num_tokens, collected.texts())
 
 
 def _names_in(
@@ -76,19 +76,19 @@ def _names_in(
     """Return the categories of some parts in a data task: their places in the vocabulary, int64,
     and texts, null for integers.
     """
-    own = preprocessor.get()
-    lookup = VocabularyLookup(own, columns[0])
-    found = _Found(len(own.vocabulary(own.inputs.sparse.index(columns[0]))))
+    loaded = preprocessor.get()
+    lookup = VocabularyLookup(loaded, columns[0])
+    collected = _TextCollection(len(loaded.vocabulary(loaded.inputs.sparse.index(columns[0]))))
     for part in parts:
         for column in columns:
-            for values in _batches(read_categories(part, column, own.schema)):
+            for values in _batches(read_categories(part, column, loaded.schema)):
                 numbers = lookup.numbers(values.tokens)
-                new = found.first_of_new(numbers)
+                new = collected.first_of_new(numbers)
                 items = values.items.take(arrow_numbers(new))
-                texts = _texts(items, values.tokens[new], column, own.schema)
-                found.add(numbers[new].astype(np.int64), texts)
-    numbers = np.concatenate([np.zeros(0, np.int64), *found.numbers])
-    return pa.table({"number": arrow_numbers(numbers), "text": found.all_texts()})
+                texts = _texts(items, values.tokens[new], column, loaded.schema)
+                collected.add(numbers[new].astype(np.int64), texts)
+    numbers = np.concatenate([np.zeros(0, np.int64), *collected.numbers])
+    return pa.table({"number": arrow_numbers(numbers), "text": collected.all_texts()})
 
 
 def _batches(values: Categories) -> Iterator[Categories]:
@@ -118,7 +118,7 @@ def _texts(items: pa.Array, tokens: np.ndarray, column: str, schema: Schema) -> 
 
 
 @final
-class _Found:
+class _TextCollection:
     """Texts found so far, the first of each place."""
 
     def __init__(self, size: int) -> None:
@@ -147,7 +147,7 @@ class _Found:
         self.numbers.append(numbers[new])
         self._texts.append(texts.take(arrow_numbers(new)))
 
-    def add_known(self, names: CategoryNames) -> None:
+    def add_first(self, names: CategoryNames) -> None:
         """Add the texts of the first places."""
         texts = names.texts
         if texts is None:
@@ -155,11 +155,11 @@ class _Found:
         self.add(np.arange(names.num_tokens), texts)
 
     def all_texts(self) -> pa.Array:
-        """Return the texts in the order in which they were found."""
+        """Return the texts in the order in which they were collected."""
         return pa.concat_arrays([pa.array([], pa.large_string()), *self._texts])
 
     def texts(self) -> pa.Array | None:
-        """Return the text of each place, of which all are found. None if all are integers."""
+        """Return the text of each place, of which all are collected. None if all are integers."""
         texts = self.all_texts()
         if texts.null_count == len(texts):
             return None

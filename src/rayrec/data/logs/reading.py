@@ -164,7 +164,7 @@ class Categories:
 
 
 def read_categories(part: SegmentRange, column: str, schema: Schema) -> Categories:
-    """Return the categories of a column in a part of a table, all of a list, whatever its
+    """Return a column's categories in a part of a table. Lists are whole, whatever their
     `max_length`.
     """
     segment = part.segment

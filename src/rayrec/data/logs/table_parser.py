@@ -202,9 +202,8 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
 def category_items(
     table: pa.Table, column: str, schema: Schema, *, path: str = ""
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Return the present categories of a column that a table has, or has been given, as they are
-    there, [values], their tokens, uint64 [values], and their number in each row, int64 [rows].
-    Missing and invalid ones are left out.
+    """Return the present categories of a table's column: values, [values], their tokens, uint64
+    [values], and their number in each row, int64 [rows]. Missing and invalid ones are left out.
     """
     return ColumnParser(table, schema, path).present_items(column)
 

@@ -36,9 +36,9 @@ def write_items(out: str, recommender: Recommender) -> None:
 
 
 def read_vectors(path: str, exported: ExportedModel) -> torch.Tensor | None:
-    """Return the vectors of the items of an export that `open_export` has verified, float32 [items,
-    dim], None of other models and of exports of earlier versions. Raises InputError if they are
-    those of other items.
+    """Return the item vectors in an export that `open_export` has verified, float32 [items, dim].
+    None for other models and exports by earlier versions. Raises InputError if they belong to other
+    items.
     """
     file_path = storage.join(path, ITEM_VECTORS)
     if not storage.exists(file_path):

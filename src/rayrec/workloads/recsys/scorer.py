@@ -62,7 +62,7 @@ class PlainModel(nn.Module):
     ) -> None:
         """`width` is the embedding width. Features: `sequences` with unpooled embeddings,
         `unpooled` whose tables have unpooled names in a checkpoint, `tables` whose full table the
-        network reads, `candidates` of the items among which a retrieval model selects.
+        network reads. `candidates` is the item feature of a retrieval model.
         """
         super().__init__()
         self.network = network
@@ -144,12 +144,12 @@ class PlainModel(nn.Module):
 
     @property
     def has_queries(self) -> bool:
-        """Whether the network has vectors of rows and items, whose dot products are scores."""
+        """Flag for a network with vectors of rows and items. Their dot products are scores."""
         return hasattr(self.network, "queries") and hasattr(self.network, "item_vectors")
 
     @property
     def has_item_vectors(self) -> bool:
-        """Whether the vectors of all candidates follow from their full table."""
+        """Flag for candidates whose vectors all follow from their full table."""
         return self.candidates in self.tables
 
     def table_weights(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from rayrec.data.encoding import name_search
 from rayrec.data.encoding.category_names import CategoryNames
-from rayrec.data.encoding.known_categories import OwnIds, ValueTokens, ids_by_row
+from rayrec.data.encoding.known_categories import UserIds, ValueTokens, ids_by_row
 from rayrec.data.encoding.name_search import find_names
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
@@ -24,7 +24,7 @@ LISTS = Schema(label=None, sparse=("item",), lists=("item",))
 
 def make_preprocessor(values: pa.Array, schema: Schema = LISTS) -> Preprocessor:
     """Return a Preprocessor whose vocabulary has the values, in order."""
-    tokens, present = ValueTokens("item", schema).of(values)
+    tokens, present = ValueTokens("item", schema).read(values)
     assert present.all()
     column = SparseColumn(len(tokens) + 2, len(tokens))
     return Preprocessor("test", schema, (), (column,) * len(schema.sparse), tokens)
@@ -56,18 +56,18 @@ def search(
         pytest.param(pa.array(["a", "b"]).dictionary_encode(), ["a", "b"], id="dictionary"),
     ],
 )
-def test_ids_are_those_of_the_file(values: pa.Array, expected: list[Any], tmp_path: Path) -> None:
+def test_ids_match_file(values: pa.Array, expected: list[Any], tmp_path: Path) -> None:
     plain = values.dictionary_decode() if isinstance(values, pa.DictionaryArray) else values
     own = make_preprocessor(plain)
     lists = pa.ListArray.from_arrays(pa.array([0, 1, len(values)], pa.int32()), values)
     names = search(tmp_path, [pa.table({"item": lists})], own)
     assert names is not None
     named = own.with_names(names)
-    assert OwnIds(named, "item").values.to_pylist() == expected
+    assert UserIds(named, "item").values.to_pylist() == expected
     assert named.hash() == own.hash()
     named.save(str(tmp_path / "saved"))
     loaded = Preprocessor.load(str(tmp_path / "saved"))
-    assert OwnIds(loaded, "item").values.to_pylist() == expected
+    assert UserIds(loaded, "item").values.to_pylist() == expected
     missing = -1 if type(expected[0]) is int else None
     assert ids_by_row(loaded, "item").tolist() == [missing, missing, *expected]
 
@@ -76,7 +76,7 @@ def test_ids_are_those_of_the_file(values: pa.Array, expected: list[Any], tmp_pa
 def test_first_text_in_file_order_counts(
     rows: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts share a token only by chance, so this vocabulary claims it."""
+    """Texts share a token only at random, so this vocabulary claims it."""
     monkeypatch.setattr(name_search, "_TASK_ROWS", rows)
     own = make_preprocessor(pa.array(["same", "b"]))
 
@@ -113,7 +113,7 @@ def test_shared_vocabulary_is_searched_in_all_columns(tmp_path: Path) -> None:
     assert names.texts.to_pylist() == ["a", "b"]
 
 
-def test_log_without_a_category_has_no_names(tmp_path: Path) -> None:
+def test_incomplete_log_has_no_names(tmp_path: Path) -> None:
     own = make_preprocessor(pa.array(["a", "b"]))
     assert search(tmp_path, [pa.table({"item": [["a"]]})], own) is None
 
@@ -122,8 +122,8 @@ def test_extended_vocabulary_keeps_names(tmp_path: Path) -> None:
     """Those of before are kept, if the new log lacks them, too."""
     own = make_preprocessor(pa.array(["old", "5", "new"]))
     own = own.with_names(CategoryNames("item", 2, pa.array(["old", None], pa.large_string())))
-    assert not OwnIds(own, "item").is_known
+    assert not UserIds(own, "item").is_known
     names = search(tmp_path, [pa.table({"item": [["new"]]})], own)
     assert names is not None
-    found = OwnIds(own.with_names(names), "item")
+    found = UserIds(own.with_names(names), "item")
     assert (found.is_known, found.values.to_pylist()) == (True, ["old", "5", "new"])

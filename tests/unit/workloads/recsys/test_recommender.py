@@ -70,7 +70,7 @@ def test_tiles_exclusion_and_allow_lists(tile: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_lists_are_cut_by_rows() -> None:
-    lists = ItemLists.of_lengths(np.array([5, -1, 7, 8, 9], np.int32), np.array([2, 0, 1, 2]))
+    lists = ItemLists.from_lengths(np.array([5, -1, 7, 8, 9], np.int32), np.array([2, 0, 1, 2]))
     middle = lists.between(1, 4)
     assert (middle.rows.tolist(), middle.numbers.tolist()) == ([1, 2, 2], [7, 8, 9])
     assert lists.between(0, 1).numbers.tolist() == [5, -1]

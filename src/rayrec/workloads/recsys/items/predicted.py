@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 ITEM_COLUMNS: Final = ("items", "scores")
 """Columns of items in tables of predictions."""
-_PREFIX: Final = "top:"
-"""Prefix of the fields of TopItems in scored columns."""
+_NUMBERS: Final = "top:numbers"
+_SCORES: Final = "top:scores"
+"""Names of the fields of TopItems in scored columns."""
 
 
 @final
@@ -57,28 +58,28 @@ def items_request(
     """
     if context.evaluating:
         return None
-    asked = [] if context.k is None else ["k"]
+    requested = [] if context.k is None else ["k"]
     if not context.exclude_seen:
-        asked.append("exclude_seen")
-    if not asked and model.candidate_feature(model_inputs(preprocessor)) is None:
+        requested.append("exclude_seen")
+    if not requested and model.candidate_feature(model_inputs(preprocessor)) is None:
         return None
     network = empty_model(model, preprocessor=preprocessor, precision=context.config.precision)
     try:
         check_recommends(network, preprocessor)
     except InputError as error:
-        if asked:
-            raise InputError(f"{asked[0]}: {error}") from None
+        if requested:
+            raise InputError(f"{requested[0]}: {error}") from None
         return None
     k = context.k or int(getattr(model, "k", DEFAULT_KS[-1]))
     return ItemsRequest(k, context.exclude_seen)
 
 
-def heads_beside(heads: Sequence[Head], kept: Sequence[str]) -> tuple[Head, ...]:
+def heads_beside(heads: Sequence[Head], columns: Sequence[str]) -> tuple[Head, ...]:
     """Return the heads that are written beside items: vectors, unless the rows' own column of that
     name is kept.
     """
     return tuple(
-        head for head in heads if not isinstance(head, ItemsHead) and head.name not in kept
+        head for head in heads if not isinstance(head, ItemsHead) and head.name not in columns
     )
 
 
@@ -107,19 +108,17 @@ class BlockItems:
             excluded = joined([items.between(start, stop) for items in self._seen])
         queries = self._recommender.queries(rows)
         top = self._recommender.top(queries, self._request.k, excluded=excluded)
-        return {f"{_PREFIX}{name}": values for name, values in top._asdict().items()}
+        return {_NUMBERS: top.numbers, _SCORES: top.scores}
 
     def columns(self, scored: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:
-        """Return lists of the users' ids and of scores, given the concatenated results of
-        `score`.
-        """
-        top = TopItems(*(scored[f"{_PREFIX}{name}"] for name in TopItems._fields))
+        """Return lists with ids and scores, given the concatenated results of `score`."""
+        top = TopItems(scored[_NUMBERS], scored[_SCORES])
         arrays = self._recommender.lists(top)
         return dict(zip(ITEM_COLUMNS, arrays, strict=True))
 
     @cached_property
     def _seen(self) -> list[ItemLists]:
-        """Items that the block's rows have already: those of `seen`, and of the list of items,
+        """Items that the block's rows have already: the list `seen`, and the whole item list,
         whatever its `max_length`.
         """
         lists = self._preprocessor.inputs.lists
@@ -135,7 +134,7 @@ class BlockItems:
         tokens = np.concatenate([part.tokens for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         numbers = self._recommender.lookup.numbers(tokens)
-        return ItemLists.of_lengths(numbers, lengths)
+        return ItemLists.from_lengths(numbers, lengths)
 
     def _encoded_items(self, name: str) -> ItemLists:
         """Return the items of a list in a preprocessed log, which has at most `max_length`."""
@@ -143,4 +142,4 @@ class BlockItems:
         ids = self._opened.encode(0, self._block.rows).ids[number]
         assert isinstance(ids, JaggedIds)
         candidates = model_inputs(self._preprocessor).candidates_of(name)
-        return ItemLists.of_lengths(candidates.numbers(ids.values), ids.lengths)
+        return ItemLists.from_lengths(candidates.numbers(ids.values), ids.lengths)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
-from rayrec.data.encoding.known_categories import ENDS, OwnIds, VocabularyLookup
+from rayrec.data.encoding.known_categories import ENDS, UserIds, VocabularyLookup
 from rayrec.metrics.item_ranks import ItemNumbers, without_items
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ItemLists:
     """End of each row's items, int64 [rows]."""
 
     @classmethod
-    def of_lengths(cls, numbers: np.ndarray, lengths: np.ndarray) -> ItemLists:
+    def from_lengths(cls, numbers: np.ndarray, lengths: np.ndarray) -> ItemLists:
         """Create from the number of items in each row, int [rows]."""
         return cls(numbers, np.cumsum(lengths, dtype=np.int64))
 
@@ -94,7 +94,7 @@ class Recommender:
         feature = check_recommends(scorer.model, preprocessor)
         self.feature = feature
         """Column of the items."""
-        self.ids = OwnIds(preprocessor, feature)
+        self.ids = UserIds(preprocessor, feature)
         """Users' ids of the candidates."""
         self.lookup = VocabularyLookup(preprocessor, feature)
         """Candidate numbers of tokens."""
@@ -140,9 +140,9 @@ class Recommender:
             for start, stop in self._tiles(len(queries)):
                 scores = (queries[start:stop] @ self._filled.T)[:, : self.num_candidates]
                 if allowed is not None:
-                    scores = _only(scores, _of_rows(allowed, start, stop))
+                    scores = _only(scores, _cut_rows(allowed, start, stop))
                 if excluded is not None:
-                    scores = without_items(scores, _of_rows(excluded, start, stop))
+                    scores = without_items(scores, _cut_rows(excluded, start, stop))
                 tiles.append(top_items(scores, k))
         return TopItems(*(np.concatenate(parts) for parts in zip(*tiles, strict=True)))
 
@@ -164,8 +164,8 @@ class Recommender:
         return numbers, (1.0 / np.arange(1, len(numbers) + 1)).astype(np.float32)
 
     def lists(self, top: TopItems) -> tuple[pa.Array, pa.Array]:
-        """Return the users' ids of the items in each row, a list of int64 or large_string, and
-        their scores, a list of float.
+        """Return each row's items as a list of users' ids, int64 or large_string, and a list of
+        float scores.
         """
         is_item = top.numbers >= 0
         ends = np.cumsum(is_item.sum(1), dtype=np.int32)
@@ -235,7 +235,7 @@ def _first_of_equal(scores: torch.Tensor, last: torch.Tensor, k: int) -> torch.T
     return is_chosen.nonzero()[:, 1].reshape(-1, k)
 
 
-def _of_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
+def _cut_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
     """Return the items of rows [start, stop), numbered from 0."""
     if not len(items.rows) or (not start and int(items.rows.max()) < stop):
         return items
@@ -245,7 +245,7 @@ def _of_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
 
 def _only(scores: torch.Tensor, items: ItemNumbers) -> torch.Tensor:
     """Return a copy of the scores [rows, candidates] with -inf for all but these items."""
-    known = items.known()
-    kept = torch.full_like(scores, -torch.inf)
-    kept[known.rows, known.numbers] = scores[known.rows, known.numbers]
-    return kept
+    allowed = items.known()
+    masked = torch.full_like(scores, -torch.inf)
+    masked[allowed.rows, allowed.numbers] = scores[allowed.rows, allowed.numbers]
+    return masked
