@@ -35,7 +35,7 @@ from rayrec.trained_rows import RowNumbers
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
 _Slice = tuple[EncodedRows, slice]
 """Rows, and the range to take."""
-DrawnIds = Callable[[int, int], np.ndarray]
+StepIds = Callable[[int, int], np.ndarray]
 """Function of an epoch and the number of its rows before a step that returns ids, int32 [ids]."""
 Targets = Callable[[EncodedRows], np.ndarray]
 """Function that replaces the labels of rows by targets from 0 to 1, float32 [rows]."""
@@ -251,16 +251,16 @@ class BatchSlicer:
         *,
         targets: Targets | None = None,
         unpooled: Sequence[str] = (),
-        tables: Mapping[str, int | DrawnIds] | None = None,
+        tables: Mapping[str, int | StepIds] | None = None,
         pin_constants: bool = False,
         watch_dense: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         """Configure the slicer for a stream of encoded rows and the model's input columns.
         `targets` computes the first label; None keeps it. `unpooled` names the sparse columns for
-        `Batch.sequence_features`, and `tables` more keys there, with the ids of their first row: a
-        number of them (0, 1, ...), or a function of the step. `pin_constants` pins lengths and
-        offsets equal in all batches only once. `watch_dense` is called with the dense features of
-        each batch.
+        `Batch.sequence_features`. `tables` has more keys there, whose first row has ids: a number
+        of them (0, 1, ...), or those that a function returns for the step. `pin_constants` pins
+        lengths and offsets equal in all batches only once. `watch_dense` is called with the dense
+        features of each batch.
         """
         self._rows = rows
         self._targets = targets

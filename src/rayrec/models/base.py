@@ -118,9 +118,9 @@ class ModelInputs:
     """
 
     @classmethod
-    def from_schema(cls, schema: Schema, **known: Any) -> ModelInputs:
-        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`). `known`
-        are fields that depend on the log: `candidates`, `bin_ends`, `frequencies`.
+    def from_schema(cls, schema: Schema, **fields: Any) -> ModelInputs:
+        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`). `fields`
+        are those that depend on the log: `candidates`, `bin_ends`, `frequencies`.
         """
         has_main = schema.label is None and schema.labels
         return cls(
@@ -137,7 +137,7 @@ class ModelInputs:
                 if feature.aligned_with
             ),
             schema.labels[0].kind if has_main else "binary",
-            **known,
+            **fields,
         )
 
     @property

@@ -85,9 +85,9 @@ def extend(
         tokens.append(vocabulary)
     ends = old.constants.get(ENDS, {})
     # Those of all rows are unknown
-    kept = {name: value for name, value in old.constants.items() if name != FREQUENCIES}
+    constants = {name: value for name, value in old.constants.items() if name != FREQUENCIES}
     constants = {
-        **kept,
+        **constants,
         "rows": old.constants.get("rows", 0) + counts.rows,
         # Appended categories may be more frequent than earlier ids.
         ENDS: {
