@@ -34,15 +34,15 @@ for each element a sum over the values up to it, in the values' shape.
 
 @dataclass(frozen=True)
 class _Group:
-    """Lists that are padded to one length. Positions count from the group's first element."""
+    """Lists that are padded to one length."""
 
     elements: slice
     """Elements of these lists."""
     width: int
     """Length of the longest list."""
     position: torch.Tensor | None = None
-    """Position of each value in the padded lists, int64 [lists * width], any after the end of a
-    list. None if all lists have this length.
+    """Element of each value in the padded lists, counted from the group's first, int64 [lists *
+    width]. Any after the end of a list. None if all lists have this length.
     """
     padded: torch.Tensor | None = None
     """Position of each element in the padded lists, int64 [elements]."""
