@@ -68,13 +68,6 @@ class Histories:
         return self._items[int(self._starts[index]) : int(self._ends[index])]
 
 
-def check_histories(path: str, schema: Schema, item: str) -> None:
-    """Check that files have users and lists of items. Raises InputError."""
-    for file in storage.list_files(path):
-        with _opened(file.path) as parquet:
-            _columns(parquet.schema_arrow, file.path, schema, item)
-
-
 def open_histories(path: str, schema: Schema, item: str) -> Histories:
     """Open the histories in Parquet files, with a user column and lists `item`. `path` is a file, a
     folder or a glob. Converts them into the cache folder if needed. Raises InputError for other

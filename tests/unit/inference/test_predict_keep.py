@@ -144,17 +144,31 @@ def test_repeated_column_is_rejected(run: str, log: str, tmp_path: Path) -> None
     rejects("keep: values must be unique", predict, run, log, tmp_path / "out", "user", "user")
 
 
-def test_other_recipe_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keep": ("x",)}, "keep: recipe scored does not score rows with columns"),
+        ({"k": 3}, "k: recipe scored does not recommend items"),
+        ({"exclude_seen": False}, "exclude_seen: recipe scored does not recommend items"),
+    ],
+)
+def test_other_recipe_is_rejected(fields: Any, message: str, tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path / "run")
-    options = PredictionConfig(keep=("x",))
+    options = PredictionConfig(**fields)
     request = ScoringRequest(checkpoint, rows_file(tmp_path, 5), scored(), options, QUIET)
-    rejects(
-        "keep: recipe scored does not score rows with columns",
-        request.open,
-        evaluating=False,
-        spare_cpus=0,
-        extra_columns=options.keep,
-    )
+    rejects(message, request.open, evaluating=False, spare_cpus=0, predicting=options)
+
+
+def test_model_of_clicks_recommends_nothing(run: str, log: str, tmp_path: Path) -> None:
+    for name, value in (("k", 3), ("exclude_seen", False)):
+        rejects(
+            f"{name}: the model scores rows and does not recommend items",
+            rayrec.predict,
+            run,
+            log,
+            out=str(tmp_path / "out"),
+            **{name: value},
+        )
 
 
 def test_flag_takes_several_columns(run: str, log: str, tmp_path: Path) -> None:
