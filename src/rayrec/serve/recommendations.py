@@ -204,24 +204,22 @@ class RequestRecommender:
     def _parsed(self, body: RecommendBody) -> _Rows:
         """Parse the rows and lists of a request. Raises RequestError."""
         _check_number_of_ids(body)
-        rows = []
-        histories = []
         for number, row in enumerate(body.rows):
             if type(row) is not dict:
                 message = f"row {number} is {kind_of(row)}, not an object"
                 raise RequestError(400, message, row=number)
-            histories.append(self._history(row, number))
-            rows.append(self._columns_of(row, number))
+        rows = [self._columns_of(row, number) for number, row in enumerate(body.rows)]
         json_body = RequestBody("json", len(rows), body.num_bytes, rows=rows)
         raw, (outcome,) = self._reader.read([json_body])
         if isinstance(outcome, RequestError):
             raise outcome
-        lengths = np.array([len(tokens) for tokens in histories])
-        tokens = np.concatenate([np.zeros(0, np.uint64), *histories])
+        tokens, lengths = self._histories_of(body.rows)
         if self._recommender.is_list:
             raw = self._with_history(raw, JaggedIds(tokens, lengths.astype(np.int32)))
         seen = ItemLists.from_lengths(self._recommender.lookup.numbers(tokens), lengths)
-        among = None if body.among is None else self._item_lists(body.among, "among")
+        among = None
+        if body.among is not None:
+            among = self._item_lists(body.among, "among")
         exclude = self._item_lists(body.exclude or [[]] * len(rows), "exclude")
         return _Rows(body, raw, seen, exclude, among)
 
@@ -240,29 +238,54 @@ class RequestRecommender:
                 )
         return {name: value for name, value in row.items() if name not in ignored}
 
-    def _history(self, row: dict[str, Any], number: int) -> np.ndarray:
-        """Return the tokens of a row's items, those of its user without `history`, uint64."""
-        values = row.get(HISTORY)
-        if values is not None:
-            if type(values) is not list:
+    def _histories_of(self, rows: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the rows' items, uint64 [items], and their number in each row, int64
+        [rows]: those in `history`, else those of the user.
+        """
+        lists = []
+        for number, row in enumerate(rows):
+            values = row.get(HISTORY)
+            if values is not None and type(values) is not list:
                 message = f"row {number}: {HISTORY} is {kind_of(values)}, not a list"
                 raise RequestError(400, message, row=number, field=HISTORY)
-            return self._tokens(values, HISTORY, number)
-        user = row.get(self._user, row.get(USER))
-        if user is None or type(user) is list or self._histories is None:
-            return np.zeros(0, np.uint64)
-        text = token_text(user, USER, number)
-        tokens, _ = self._user_tokens.read(pa.array([text], pa.large_string()))
-        results = self._histories.items(int(tokens[0])) if len(tokens) else None
-        return np.zeros(0, np.uint64) if results is None else np.asarray(results)
+            lists.append(values or [])
+        tokens, lengths = self._tokens(lists, HISTORY)
+        if self._histories is None:
+            return tokens, lengths
+        named = [number for number, row in enumerate(rows) if row.get(HISTORY) is None]
+        if not named:
+            return tokens, lengths
+        histories = np.split(tokens, np.cumsum(lengths)[:-1])
+        stored = self._items_of_users(self._histories, rows, named)
+        for number, items in zip(named, stored, strict=True):
+            histories[number] = items
+            lengths[number] = len(items)
+        return np.concatenate(histories), lengths
 
-    def _tokens(self, values: list[Any], field: str, number: int) -> np.ndarray:
-        texts = [token_text(value, field, number) for value in values]
-        array = pa.array(texts, pa.large_string())
-        return self._item_tokens.read(array)[0]
+    def _items_of_users(
+        self,
+        histories: Histories,
+        rows: Sequence[dict[str, Any]],
+        named: Sequence[int],
+    ) -> list[np.ndarray]:
+        """Return the tokens of the items of the users that some rows name, uint64 [items] each."""
+        texts = []
+        for number in named:
+            user = rows[number].get(self._user, rows[number].get(USER))
+            texts.append(None if type(user) is list else token_text(user, USER, number))
+        tokens, has_user = self._user_tokens.read(pa.array(texts, pa.large_string()))
+        unknown = np.zeros(0, np.uint64)
+        stored_items = iter(histories.items(token) for token in tokens.tolist())
+        items = []
+        for has in has_user.tolist():
+            stored = next(stored_items) if has else None
+            items.append(unknown if stored is None else np.asarray(stored))
+        return items
 
-    def _item_lists(self, lists: list[list[Any]], field: str) -> ItemLists:
-        """Return the candidate numbers of lists of ids. Unknown ones are none."""
+    def _tokens(self, lists: Sequence[list[Any]], field: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of the ids in each row's list, uint64 [ids], and their number in each
+        row, int64 [rows].
+        """
         texts = [
             token_text(value, field, number)
             for number, values in enumerate(lists)
@@ -270,10 +293,14 @@ class RequestRecommender:
         ]
         array = pa.array(texts, pa.large_string())
         tokens, is_id = self._item_tokens.read(array)
-        row_of = np.repeat(np.arange(len(lists)), [len(values) for values in lists])[is_id]
-        return ItemLists.from_lengths(
-            self._recommender.lookup.numbers(tokens), np.bincount(row_of, minlength=len(lists))
-        )
+        sizes = [len(values) for values in lists]
+        row_of = np.repeat(np.arange(len(lists)), sizes)[is_id]
+        return tokens, np.bincount(row_of, minlength=len(lists))
+
+    def _item_lists(self, lists: Sequence[list[Any]], field: str) -> ItemLists:
+        """Return the candidate numbers of lists of ids. Unknown ones are none."""
+        tokens, lengths = self._tokens(lists, field)
+        return ItemLists.from_lengths(self._recommender.lookup.numbers(tokens), lengths)
 
     def _with_history(self, raw: RawBlock, items: JaggedIds) -> RawBlock:
         """Return rows with their newest items, as many as the model reads."""
