@@ -159,7 +159,7 @@ def test_other_recipe_is_rejected(fields: Any, message: str, tmp_path: Path) -> 
     rejects(message, request.open, evaluating=False, spare_cpus=0, predicting=options)
 
 
-def test_model_of_clicks_recommends_nothing(run: str, log: str, tmp_path: Path) -> None:
+def test_click_model_rejects_k(run: str, log: str, tmp_path: Path) -> None:
     for name, value in (("k", 3), ("exclude_seen", False)):
         rejects(
             f"{name}: the model scores rows and does not recommend items",
