@@ -354,9 +354,13 @@ class ScoringApp:
         self._check_token(request)
         model = self._models.model
         if self._document[0] is not model:
-            content = orjson.dumps(
-                document(model, config=self._config, with_token=self._token_digest is not None)
+            described = document(
+                model,
+                config=self._config,
+                with_token=self._token_digest is not None,
+                recommender=None if self._models.no_items else model.recommender,
             )
+            content = orjson.dumps(described)
             self._document = (model, content)
         return _response(self._document[1])
 

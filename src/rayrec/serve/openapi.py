@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from rayrec.config import InputError, packaged_json
+from rayrec.config import packaged_json
 from rayrec.environment.installation import versions
 from rayrec.models.heads import many
 from rayrec.serve.recommendations import DEFAULT_K
@@ -27,9 +27,15 @@ if TYPE_CHECKING:
 _MISSING = "Absent or null: missing."
 
 
-def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
+def document(
+    model: ServedModel,
+    *,
+    config: ServeConfig,
+    with_token: bool,
+    recommender: Recommender | None = None,
+) -> dict[str, Any]:
     """Return the document as JSON values: openapi.json, completed for a model. `with_token`:
-    whether requests need a token.
+    whether requests need a token. `recommender`: that of a model that recommends.
     """
     schema = model.preprocessor.schema
     result: dict[str, Any] = packaged_json(__package__, "openapi.json")
@@ -46,7 +52,6 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
     answers["Scores"]["properties"] = {**fields, **answers["Scores"]["properties"]}
     answers["Scores"]["required"] = [*fields, *answers["Scores"]["required"]]
     operations = [score, metrics]
-    recommender = _recommender_of(model)
     if recommender is not None:
         recommend = _recommend_operation(score, recommender, schema, config)
         result["paths"]["/v1/recommend"] = {"post": recommend}
@@ -57,14 +62,6 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
         for operation in operations:
             del operation["security"], operation["responses"]["401"]
     return result
-
-
-def _recommender_of(model: ServedModel) -> Recommender | None:
-    """Return the search of a retrieval model, None of other models."""
-    try:
-        return model.recommender
-    except InputError:
-        return None
 
 
 def _id_type(recommender: Recommender) -> str:
