@@ -29,7 +29,8 @@ from rayrec.data.job import JobFolder
 from rayrec.data.log_source import LogSource
 from rayrec.inference import predict as module
 from rayrec.inference.config import EvaluationConfig
-from rayrec.inference.evaluate import ScoredRows, slices_of
+from rayrec.inference.evaluate import ScoredRows
+from rayrec.inference.row_slices import slices_of
 from rayrec.inference.model import open_served
 from rayrec.inference.predict import Parts
 from rayrec.inference.result_tables import evaluation_text
