@@ -163,7 +163,7 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     assert (metrics["bad_rows"], metrics["checkpoint"]) == (0, result.checkpoint)
     assert metrics["preprocessor"] == result.summary["preprocessor"]
 
-    at_k = evaluate(log, ranking_k=(1, 10))
+    at_k = evaluate(log, k=(1, 10))
     assert (
         at_k["recall_at_10"]
         == metrics["recall_at_10"]
@@ -271,29 +271,13 @@ def test_retrieval_model_trains_exports_and_serves(name: str, model: str, tmp_pa
 def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log", "two_tower", users=20)
     config = small("two_tower", log, tmp_path, 2)
-    run = train(config)
-    rejects(
-        r"recipe two_tower does not predict clicks\. Only click models can be compared",
-        rayrec.compare,
-        [run.checkpoint, run.checkpoint],
-        log,
-        console=QUIET,
-    )
-    rejects(
-        r"does not predict clicks, .*confidence",
-        rayrec.evaluate,
-        run.checkpoint,
-        log,
-        confidence=0.9,
-        console=QUIET,
-    )
     rejects("members", train, config, name="two", workload={"model": {"members": 2}})
     rejects(
         r"teacher\.checkpoint: must be None for TwoTowerConfig",
         train,
         config,
         name="student",
-        workload={"teacher": {"checkpoint": run.checkpoint, "weight": 0.5}},
+        workload={"teacher": {"checkpoint": "run", "weight": 0.5}},
     )
 
 

@@ -26,7 +26,7 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import encode_block
 from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.workloads.recsys.scorer import load_scorer
-from rayrec.workloads.recsys.scoring import ScoredBlock, _ScoringTask
+from rayrec.workloads.recsys.scoring import ScoredBlock, _ScoringTask, _SliceColumns
 
 ROWS = 10_000
 TOLERANCE = 2e-6
@@ -105,8 +105,8 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
         "batch_rows": 1024,
         "preprocessor": None,
         "blocks": None,
-        "key_columns": (),
-        "frequency_columns": (),
+        "ranking": None,
+        "slices": _SliceColumns((), (), ()),
         "day_slices": (),
         "counts_clipped": False,
         "extra": ExtraColumns(pa.schema([])),

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rayrec.batch import StepOutput
 from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.metrics import binary as metrics
+from rayrec.metrics.means import RowMetrics
+from rayrec.metrics.recommended import RECOMMENDED, RecommendedItems
 
 
 def cases() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -88,3 +91,22 @@ def gathered_rows_of_ranks(folder: str, rank: int) -> None:
         assert torch.equal(
             local_rows.grad, sum(factors[1:], factors[0])[starts[rank] : starts[rank + 1]]
         )
+
+
+def recommended_of_ranks(folder: str, rank: int) -> None:
+    """Count the recommended items of ranks with different rows, one of them without any."""
+    del folder
+    numbers = np.random.default_rng(0).integers(-1, 50, (30, 4)).astype(np.int32)
+    edges = [0, 21, 30, 30]
+    items = RecommendedItems(50, (1, 4), np.arange(50))
+    batches = RowMetrics(recommended=items)
+    own = torch.from_numpy(numbers[edges[rank] : edges[rank + 1]])
+    targets = torch.ones(len(own), dtype=torch.int64)
+    measures = {RECOMMENDED: own, "targets": targets}
+    batches.update(StepOutput(torch.tensor(0.0), measures=measures))
+    expected: dict[str, float] = {"targets": 30}
+    for k in (1, 4):
+        first = numbers[:, :k][numbers[:, :k] >= 0]
+        expected[f"coverage_at_{k}"] = len(np.unique(first)) / 50
+        expected[f"popularity_at_{k}"] = first.mean()
+    assert batches.compute() == expected

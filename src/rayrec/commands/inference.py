@@ -124,8 +124,8 @@ def compare(
     console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Compare several click models on the same labelled rows, with p-values. Exit status 2 if a
-    gate fails.
+    """Compare several models on the same labelled rows, with p-values. Exit status 2 if a gate
+    fails.
 
     Returns metrics with intervals, the cost of each model, and the significant differences; see
     `rayrec.inference.evaluate.compare`. `options` are the fields of

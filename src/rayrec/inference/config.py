@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from annotated_types import Ge
 
@@ -15,6 +16,9 @@ from rayrec.workloads.scoring import Device
 
 if TYPE_CHECKING:
     from rayrec.models.scoring_tables import Quantization
+
+BaselineKind = Literal["prior", "logistic", "lightgbm", "popularity", "itemknn", "ease"]
+"""Baselines of click models, and of retrieval models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,10 @@ class PredictionConfig(ScoringConfig):
 class _ResampledConfig(ScoringConfig):
     """Settings of scoring and of metric intervals."""
 
+    k: tuple[int, ...] = ()
+    """Rank k of ndcg_at_K, recall_at_K, hit_rate_at_K and others, for a retrieval model, or with a
+    group. Repeatable. By default that of the retrieval model, with a group 10.
+    """
     group: str | None = None
     """Column such as the user, for ranking metrics within its values (GAUC, NDCG, recall). None
     uses the schema's, if any.
@@ -69,6 +77,7 @@ class _ResampledConfig(ScoringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_ks(self.k)
         _ = self.resampling
 
     @property
@@ -80,25 +89,29 @@ class _ResampledConfig(ScoringConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(_ResampledConfig):
-    """Settings of an evaluation, with additional reports for click models."""
+    """Settings of an evaluation, with additional reports for click and retrieval models."""
 
-    ranking_k: tuple[int, ...] = ()
-    """Rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, with a group. Repeatable, default 10."""
+    RENAMED: ClassVar[Mapping[str, str]] = {"ranking_k": "k"}
+
     slice_by: tuple[str, ...] = ()
-    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (training rows
-    with its value). Repeatable.
+    """Slice for additional metrics: day, COLUMN (its values), frequency:COLUMN (training rows with
+    its value) or length:COLUMN (lengths of a list). The frequency of a retrieval model's items is
+    that of the first target. Repeatable.
     """
     slice_top: Count = 10
     """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
-    """Another click model checkpoint to compare with on the same rows."""
-    baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] | None = None
+    """Another checkpoint of the same kind, to compare with on the same rows."""
+    baselines: tuple[BaselineKind, ...] | None = None
     """Baselines trained on the run's training rows to report next to the model: prior (their click
-    rate), logistic (regression on hashed categories), lightgbm (gradient-boosted trees). Without a
-    name: prior and logistic.
+    rate), logistic (regression on hashed categories), lightgbm (gradient-boosted trees). Retrieval
+    models have itemknn (similar items), ease (linear model of items), and popularity, which is
+    always reported. Without a name: prior and logistic, or popularity and itemknn.
     """
     baseline_rows: Count = 1_000_000
-    """Number of the last training rows to train baselines on, kept in memory."""
+    """Number of the last training rows to train baselines on, kept in memory. Popularity counts
+    all.
+    """
 
     importance: bool = False
     """Whether to report the loss of quality when the values of each feature are permuted among the
@@ -117,15 +130,12 @@ class EvaluationConfig(_ResampledConfig):
         super().__post_init__()
         if len(set(self.slice_by)) < len(self.slice_by):
             raise InputError(f"slice_by: values must be unique, got {', '.join(self.slice_by)}")
-        check_ks(self.ranking_k)
         check_baselines(self.baselines or ())
 
     @property
-    def baseline_kinds(self) -> tuple[Literal["prior", "logistic", "lightgbm"], ...]:
-        """Requested baselines."""
-        if self.baselines is None:
-            return ()
-        return self.baselines or ("prior", "logistic")
+    def needs_rows(self) -> bool:
+        """Request for more than metrics over all rows of this model and baselines."""
+        return bool(self.slice_by) or self.confidence is not None or self.compare is not None
 
     @property
     def asks_for_more(self) -> bool:
@@ -136,14 +146,14 @@ class EvaluationConfig(_ResampledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig(_ResampledConfig):
-    """Settings of a comparison of click models."""
+    """Settings of a comparison between click models, or between retrieval models."""
 
     confidence: float = 0.95
     """Confidence level of intervals."""
-    baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] = ()
+    baselines: tuple[BaselineKind, ...] = ()
     """Baselines to add, trained on the first model's training rows: prior (their click rate),
     logistic (regression on hashed categories) and lightgbm (gradient-boosted trees on numbers and
-    smoothed click rates).
+    smoothed click rates). Retrieval models have popularity, itemknn and ease.
     """
     baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
@@ -161,10 +171,14 @@ def check_baselines(baselines: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonGates(Config):
-    """Required gain of the last model over the first."""
+    """Required gain of the last model over the first: in AUROC, or for retrieval models in NDCG at
+    the first k.
+    """
 
     min_auroc_gain: float | None = None
     """Minimum AUROC of the last model minus AUROC of the first. Negative values allow a loss."""
+    min_ndcg_gain: float | None = None
+    """Minimum NDCG of the last retrieval model minus NDCG of the first, at the first k."""
     max_p_value: float | None = None
     """Maximum p-value of that difference."""
 

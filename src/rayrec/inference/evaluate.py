@@ -1,4 +1,4 @@
-"""Evaluation of a model on labelled rows, and comparison of click models on the same rows."""
+"""Evaluation of a model on labelled rows, and comparison of models on the same rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import pyarrow as pa
@@ -19,19 +19,29 @@ from rayrec.config import InputError
 from rayrec.data.arrow import as_numpy
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.humanize import json_values
-from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
+from rayrec.inference.config import (
+    BaselineKind,
+    ComparisonConfig,
+    ComparisonGates,
+    EvaluationConfig,
+)
 from rayrec.inference.importance import check_importance, measure_importance
+from rayrec.inference.recommendations import (
+    Evaluated,
+    compare_recommenders,
+    recommendation_report,
+)
 from rayrec.inference.row_slices import slices_of, without_shared_memory
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.training_rows import count_training_rows
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import DEFAULT_KS, gauc, ranking_metrics
 from rayrec.metrics.significance import METRICS, Difference, compare_models, intervals
-from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
+from rayrec.workloads.recsys.baselines import CLICK_BASELINES, Baselines, Kind, open_baselines
+from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import GROUP, KEY, PREFIX
@@ -63,24 +73,28 @@ def evaluate(
         Click models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group
         those of `rayrec.metrics.ranking.ranking_metrics`.
 
-        For click models, `options` may add `intervals` (metric -> [low, high]) and `slices`
-        (slice_by -> slices, each with value, rows and the same metrics). `compared` has the metrics
-        of the other checkpoint and `differences`, first minus second (metric -> difference, low,
-        high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics.
+        Models that rank all known items have the means of their measures, `coverage_at_K`, and
+        with readable training rows `popularity_at_K` and the baseline popularity.
+
+        For both kinds, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by
+        -> slices, each with value, rows and the same metrics). `compared` has the metrics of the
+        other checkpoint and `differences`, first minus second (metric -> difference, low, high,
+        p_value, method). `baselines` has each baseline's name, trained_rows and metrics. Those of
+        ranked items have `intervals` too, and `differences`, the model minus the baseline.
         `importance` is the result of `rayrec.inference.importance.measure_importance`.
     """
     options = options or EvaluationConfig()
     console = console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
-    opened = request.open(
-        evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k
-    )
-    if options.ranking_k or options.asks_for_more:
-        _check_clicks(opened, config, options)
+    opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ks=options.k)
+    if options.k or options.asks_for_more:
+        _check_supported(opened, config, options)
     if options.importance:
         check_importance(opened, config)
     training_rows = {"training_rows": _training_rows(opened, config, path, console)}
-    if options.asks_for_more:
+    if opened.scoring.is_ranking:
+        result = _recommendation_report(request, options, opened, other, training_rows)
+    elif options.asks_for_more:
         result = _click_report(request, options, opened, other, training_rows)
     else:
         result = {**_metrics(opened, console), **training_rows, **opened.described}
@@ -115,13 +129,9 @@ def _click_report(
     compared: ScoringJob | None = None
     if options.compare is not None:
         assert other is not None
-        compared = replace(request, checkpoint=options.compare, config=other).open(
-            evaluating=True, spare_cpus=0
-        )
-        _check_clicks(compared, other, options)
-        _check_same_rows([request.checkpoint, options.compare], [opened, compared])
+        compared = _open_other(request, options, opened, other)
     baselines = _open_baselines(
-        options.baseline_kinds, request.config, opened, max_rows=options.baseline_rows
+        _click_baselines(options.baselines), request.config, opened, max_rows=options.baseline_rows
     )
     scored = scored_rows(opened, request.console, keys=options.slice_by)
     other_logits = None
@@ -196,6 +206,20 @@ def _check_same_rows(names: Sequence[str], jobs: Sequence[ScoringJob]) -> None:
             )
 
 
+def _click_baselines(names: Sequence[BaselineKind] | None) -> tuple[Kind, ...]:
+    """Return the requested baselines of a click model. Raises InputError for others."""
+    if names is None:
+        return ()
+    unsupported = [name for name in names if name not in CLICK_BASELINES]
+    if unsupported:
+        raise InputError(
+            f"baselines: {unsupported[0]} ranks items. A click model has "
+            f"{', '.join(CLICK_BASELINES)}."
+        )
+    kinds = cast(tuple[Kind, ...], tuple(names))
+    return kinds or ("prior", "logistic")
+
+
 def _open_baselines(
     kinds: tuple[Kind, ...], config: TrainConfig, job: ScoringJob, *, max_rows: int
 ) -> dict[Kind, Baselines]:
@@ -223,16 +247,56 @@ def _baseline_scores(
         yield score_baseline(kind, opened, rows, labels, console)
 
 
-def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
-    if not opened.scoring.is_clicks:
-        names = ("slice_by", "confidence", "compare", "ranking_k", "baselines")
+def _check_supported(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
+    """Check that the model predicts clicks or ranks all known items. Raises InputError."""
+    if not opened.scoring.is_clicks and not opened.scoring.is_ranking:
+        names = ("slice_by", "confidence", "compare", "k", "baselines")
         requested = [
             name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)
         ]
         raise InputError(
-            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which "
-            f"{' and '.join(requested)} need. Remove {'it' if len(requested) == 1 else 'them'}."
+            f"{opened.checkpoint.path}: recipe {config.recipe} neither predicts clicks nor ranks "
+            f"all known items, which {' and '.join(requested)} need. Remove "
+            f"{'it' if len(requested) == 1 else 'them'}."
         )
+
+
+def _open_other(
+    request: ScoringRequest, options: EvaluationConfig, opened: ScoringJob, other: TrainConfig
+) -> ScoringJob:
+    """Open the checkpoint to compare with. Raises InputError if it is of another kind."""
+    assert options.compare is not None
+    compared = replace(request, checkpoint=options.compare, config=other).open(
+        evaluating=True, spare_cpus=0, ks=options.k
+    )
+    if compared.scoring.is_ranking != opened.scoring.is_ranking:
+        raise InputError(
+            f"compare: {options.compare} and {request.checkpoint} must both predict clicks, or "
+            "both rank items."
+        )
+    _check_supported(compared, other, options)
+    _check_same_rows([request.checkpoint, options.compare], [opened, compared])
+    return compared
+
+
+def _recommendation_report(
+    request: ScoringRequest,
+    options: EvaluationConfig,
+    opened: ScoringJob,
+    other: TrainConfig | None,
+    training_rows: dict[str, int | None],
+) -> dict[str, Any]:
+    """Return the metrics of a retrieval model with everything that the options add. Opens the other
+    checkpoint and the baselines before scoring any row, so that errors show up early.
+    """
+    path = request.path
+    console = request.console
+    compared: Evaluated | None = None
+    if other is not None and options.compare is not None:
+        job = _open_other(request, options, opened, other)
+        compared = Evaluated(job, None, path, console)
+    evaluated = Evaluated.open(opened, request.config, options=options, path=path, console=console)
+    return {**recommendation_report(evaluated, options, compared), **training_rows}
 
 
 def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
@@ -268,9 +332,7 @@ class _Measured:
             return metrics
         return {
             **metrics,
-            **ranking_metrics(
-                self.groups, logits, self.labels, ks=self.options.ranking_k or DEFAULT_KS
-            ),
+            **ranking_metrics(self.groups, logits, self.labels, ks=self.options.k or DEFAULT_KS),
         }
 
     def report(self) -> dict[str, Any]:
@@ -368,22 +430,24 @@ def compare(
     gates: ComparisonGates | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Score every labelled row with each of two or more click models, and compare their metrics.
-    Without a `path`, scores the held-out rows of the first model's run, which must be those of the
-    others.
+    """Score every labelled row with each of two or more click models, or models that rank all known
+    items, and compare their metrics. Without a `path`, scores the held-out rows of the first
+    model's run, which must be those of the others.
 
     Models are scored sequentially. Each reads and parses the log and loads its weights, which
     `rows_per_s` includes. Memory on the driver: 5 bytes per row, plus 4 per model, plus 8 with a
-    group, and about 70 per row and model to compute intervals. `configs` has the configuration of
-    each checkpoint. Raises InputError for a single model, models without clicks, different raw
-    schemas or rows, and as in `evaluate`.
+    group, and about 70 per row and model to compute intervals. Models that rank items need 8 per
+    row and metric. `configs` has the configuration of each checkpoint. Raises InputError for a
+    single model, models of other or different kinds, different raw schemas or rows, and as in
+    `evaluate`.
 
     Returns:
         JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences`
         and `failures` (a line per failed gate). `models` has the given models, then baselines, each
         with `name`, `checkpoint`, the metrics of `rayrec.inference.evaluate.evaluate`, their
         `intervals`, `parameters`, the network's `multiply_adds` per row, `rows_per_s`, and for
-        baselines `trained_rows`. Given models have `training_rows` as in `evaluate`. `differences`
+        baselines `trained_rows`. Given models have `training_rows` as in `evaluate`. `label_rate`
+        is that of click models. `differences`
         has each pair of models, `model` minus the earlier `other` (metric -> difference, low, high,
         p_value, method).
     """
@@ -391,27 +455,44 @@ def compare(
     gates = gates or ComparisonGates()
     console = console or Console()
     _check_comparison(checkpoints, configs, options, gates)
-    # Opens all before scoring the first, so that errors of the last one show up before hours of
-    # scoring.
-    jobs = [
-        ScoringRequest(checkpoint, path, config, options, console).open(
-            evaluating=True, spare_cpus=0
-        )
+    requests = [
+        ScoringRequest(checkpoint, path, config, options, console)
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
-    if path is None:
-        _check_same_rows(checkpoints, jobs)
-    training_rows = [
-        _training_rows(job, config, path, console)
-        for job, config in zip(jobs, configs, strict=True)
-    ]
-    baselines = _open_baselines(
-        options.baselines, configs[0], jobs[0], max_rows=options.baseline_rows
-    )
+    jobs, training_rows = _open_models(requests)
     names = _names(checkpoints)
+    if not _predicts_clicks(configs[0]):
+        return json_values(
+            _compare_recommenders(names, jobs, configs, training_rows, requests[0], gates)
+        )
+    baselines = _open_baselines(
+        _click_baselines(options.baselines or None),
+        configs[0],
+        jobs[0],
+        max_rows=options.baseline_rows,
+    )
     models, labels, groups = _score_models(names, jobs, configs, training_rows, console)
     models += _baseline_scores(baselines, jobs[0], path, labels, console)
     return json_values(_result(models, labels, groups, options, gates, len(jobs) - 1))
+
+
+def _open_models(
+    requests: Sequence[ScoringRequest],
+) -> tuple[list[ScoringJob], list[int | None]]:
+    """Open models to compare, and return their numbers of training rows too. Opens all before
+    scoring the first, so that errors of the last one show up before hours of scoring. Raises
+    InputError.
+    """
+    options = requests[0].options
+    assert isinstance(options, ComparisonConfig)
+    jobs = [each.open(evaluating=True, spare_cpus=0, ks=options.k) for each in requests]
+    if requests[0].path is None:
+        _check_same_rows([each.checkpoint for each in requests], jobs)
+    training_rows = [
+        _training_rows(job, each.config, each.path, each.console)
+        for job, each in zip(jobs, requests, strict=True)
+    ]
+    return jobs, training_rows
 
 
 def _score_models(
@@ -465,12 +546,15 @@ def _check_comparison(
         raise InputError("compare: gates need at least two checkpoints. Add another one.")
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
-        if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:
+        if not isinstance(config.workload, ClickWorkload) or _predicts_clicks(
+            config
+        ) != _predicts_clicks(configs[0]):
             raise InputError(
-                f"{checkpoint}: recipe {config.recipe} does not predict clicks. Only click models "
-                "can be compared."
+                f"{checkpoint}: recipe {config.recipe} cannot be compared. Compare click models, "
+                "or models that rank all known items."
             )
         schemas.append(config.workload.schema)
+    _check_gates(gates, ranking=not _predicts_clicks(configs[0]))
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
             if getattr(schema, name) != getattr(schemas[0], name):
@@ -478,6 +562,45 @@ def _check_comparison(
                     f"{checkpoint}: schema's '{name}' does not match {checkpoints[0]}. Compare "
                     "models of one log."
                 )
+
+
+def _predicts_clicks(config: TrainConfig) -> bool:
+    return isinstance(config.workload, ClickWorkload) and config.workload.predicts_clicks
+
+
+def _check_gates(gates: ComparisonGates, *, ranking: bool) -> None:
+    """Check that gates are on metrics of the models. Raises InputError."""
+    wrong = gates.min_auroc_gain if ranking else gates.min_ndcg_gain
+    if wrong is not None:
+        name, metric = ("min_auroc_gain", "AUROC") if ranking else ("min_ndcg_gain", "NDCG")
+        raise InputError(f"gates.{name}: the models have no {metric}. Remove it.")
+
+
+def _compare_recommenders(
+    names: Sequence[str],
+    jobs: Sequence[ScoringJob],
+    configs: Sequence[TrainConfig],
+    training_rows: Sequence[int | None],
+    request: ScoringRequest,
+    gates: ComparisonGates,
+) -> dict[str, Any]:
+    """Return the comparison of models that rank all known items. Raises InputError for others."""
+    options = request.options
+    assert isinstance(options, ComparisonConfig)
+    for name, job, config in zip(names, jobs, configs, strict=True):
+        if not job.scoring.is_ranking:
+            raise InputError(
+                f"{name}: recipe {config.recipe} neither predicts clicks nor ranks all known "
+                "items. Only such models can be compared."
+            )
+    path = request.path
+    first = Evaluated.open(jobs[0], configs[0], options=options, path=path, console=request.console)
+    later = [Evaluated(job, None, path, request.console) for job in jobs[1:]]
+    described = [
+        {"name": name, "training_rows": trained, **model_cost(job.checkpoint, config)}
+        for name, job, config, trained in zip(names, jobs, configs, training_rows, strict=True)
+    ]
+    return compare_recommenders([first, *later], described, options, gates)
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:
@@ -500,12 +623,15 @@ def model_cost(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
         # Skips index buffers
         if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))
     )
-    inputs = ModelInputs.from_schema(load_preprocessor(checkpoint.path).inputs)
+    preprocessor = load_preprocessor(checkpoint.path)
+    inputs = model_inputs(preprocessor)
     with torch.random.fork_rng(devices=[]):
         network = config.workload.model.build(inputs, precision=config.precision).eval()
     return {
         "parameters": parameters,
-        "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
+        "multiply_adds": network_multiply_adds(
+            network, inputs, config.workload.model, num_embeddings=preprocessor.num_embeddings
+        ),
     }
 
 
@@ -562,17 +688,9 @@ def _result(
             {**model, **binary_metrics(logits, labels), **ranking, "intervals": model_intervals}
         )
     names = [model["name"] for model in described]
-    gains = {  # 0 - x instead of -x avoids -0
-        pair: {
-            name: replace(
-                difference,
-                difference=0 - difference.difference,
-                low=0 - difference.high,
-                high=0 - difference.low,
-            )
-            for name, difference in pair_differences.items()
-        }
-        for pair, pair_differences in compared.differences.items()
+    gains = {
+        pair: {name: difference.reversed() for name, difference in differences.items()}
+        for pair, differences in compared.differences.items()
     }
     return {
         "rows": len(labels),

@@ -37,8 +37,8 @@ def evaluation_text(result: dict[str, Any]) -> str:
     if "resampling" in result:
         lines.append(resampling_note(result["resampling"]))
     lines += [f"{name}: {value}" for name, value in source_facts(result)]
-    if "baselines" in result:
-        lines += ["", "baselines:", *aligned(baseline_rows(result["baselines"]))]
+    if baselines := result.get("baselines"):
+        lines += ["", "baselines:", *aligned(baseline_rows(baselines))]
     if "importance" in result:
         importance = result["importance"]
         lines += ["", f"{importance_note(importance)}:", *aligned(importance_rows(importance))]
@@ -82,7 +82,11 @@ def metric_rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def baseline_rows(baselines: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of baselines: heads, then a row per baseline."""
+    """Return the cells of baselines: heads, then a row per baseline. Those of retrieval models,
+    with many metrics, have a row per metric.
+    """
+    if "auroc" not in baselines[0]:
+        return _item_baseline_rows(baselines)
     with_intervals = "intervals" in baselines[0]
     rows = [["", *_COLUMNS[2:], *(["auroc interval"] if with_intervals else []), "trained rows"]]
     for baseline in baselines:
@@ -91,6 +95,35 @@ def baseline_rows(baselines: Sequence[dict[str, Any]]) -> list[list[str]]:
             row.append(_interval(baseline["intervals"]["auroc"]))
         rows.append([*row, _number(baseline["trained_rows"])])
     return rows
+
+
+def _item_baseline_rows(baselines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the heads, then a row per metric, with a column per baseline. With intervals, the
+    difference of the model to each is beside.
+    """
+    head = [""]
+    for baseline in baselines:
+        head.append(baseline["name"])
+        if "differences" in baseline:
+            head += ["model less this", "its interval", "p"]
+    rows = [head]
+    for name in _at_names(baselines[0]):
+        row = [name]
+        for baseline in baselines:
+            row.append(_number(baseline[name]))
+            if "differences" in baseline:
+                row += _difference(baseline["differences"].get(name))
+        rows.append(row)
+    return rows
+
+
+def _is_main(name: str) -> bool:
+    return name.startswith(("ndcg_at_", "recall_at_"))
+
+
+def _at_names(report: dict[str, Any]) -> list[str]:
+    """Return the metrics at k of a report on ranked items."""
+    return [name for name in report if "_at_" in name]
 
 
 def importance_note(importance: dict[str, Any]) -> str:
@@ -125,6 +158,8 @@ def importance_rows(importance: dict[str, Any]) -> list[list[str]]:
 
 def slice_rows(slices: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of slices: heads, then a row per slice."""
+    if "auroc" not in slices[0]:
+        return _item_slice_rows(slices)
     with_intervals = "intervals" in slices[0]
     compared = "compared" in slices[0]
     header = ["", *_COLUMNS]
@@ -142,8 +177,64 @@ def slice_rows(slices: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def _item_slice_rows(slices: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the heads, then a row per slice of a retrieval model: rows, targets, NDCG and recall
+    at the first k with intervals, and differences to another model.
+    """
+    names = list(filter(_is_main, _at_names(slices[0])))[:2]
+    head = ["", "rows", "targets"]
+    for name in names:
+        head.append(name)
+        if "intervals" in slices[0]:
+            head.append("its interval")
+        if "compared" in slices[0]:
+            head += ["less the other's", "its interval", "p"]
+    rows = [head]
+    for row_slice in slices:
+        row = [row_slice["value"], _number(row_slice["rows"]), _number(row_slice["targets"])]
+        for name in names:
+            row.append(_number(row_slice[name]))
+            if "intervals" in row_slice:
+                row.append(_interval(row_slice["intervals"][name]))
+            if "compared" in row_slice:
+                row += _difference(row_slice["compared"]["differences"].get(name))
+        rows.append(row)
+    return rows
+
+
+def _item_comparison_text(result: dict[str, Any]) -> str:
+    """Format the comparison of retrieval models: a line per metric with each model, then a line per
+    pair of models and metric.
+    """
+    head = [f"{result['rows']:,} rows"]
+    for model in result["models"]:
+        head += [model["name"], ""]
+    rows = [head]
+    for name in _at_names(result["models"][0]):
+        row = [name]
+        for model in result["models"]:
+            row += [_number(model[name]), _interval(model["intervals"].get(name))]
+        rows.append(row)
+    for name, title in _COSTS:
+        row = [title]
+        for model in result["models"]:
+            value = model[name]
+            row += ["-" if value is None else f"{value:,.0f}", ""]
+        rows.append(row)
+    pairs = [["difference", "metric", "", "its interval", "p"]]
+    for pair in result["differences"]:
+        for name in filter(_is_main, _at_names(pair)):
+            title = f"{pair['model']} less {pair['other']}"
+            pairs.append([title, name, *_difference(pair[name])])
+    return "\n".join([*aligned(rows), "", *aligned(pairs), resampling_note(result["resampling"])])
+
+
 def comparison_text(result: dict[str, Any]) -> str:
-    """Format the result of `compare`: a line per model, then a line per pair of models."""
+    """Format the result of `compare`: a line per model, then a line per pair of models. Those of
+    retrieval models have a line per metric.
+    """
+    if "label_rate" not in result:
+        return _item_comparison_text(result)
     metrics = [name for name in (*_COLUMNS[2:], "gauc") if name in result["models"][0]]
     header = [f"{result['rows']:,} rows, label rate {result['label_rate']:.5f}"]
     for name in metrics:

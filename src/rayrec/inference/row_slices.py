@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
+from rayrec.workloads.recsys.scoring import DAY, FREQUENCY, LENGTH
 
 MISSING = "(missing)"
 OTHER_VALUES = "(others)"
@@ -38,10 +38,11 @@ def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowS
     """Assign each row, by its value, to a slice; return nonempty ones. Memory: 12 bytes per row.
     day: the log's files or sevenths, in order. COLUMN: the `max_values` values with most rows (of
     equal ones the first), then OTHER_VALUES and MISSING. frequency:COLUMN: values counted in 1,
-    2-9, 10-99, ... rows of the vocabulary's data, unknown values, then MISSING.
+    2-9, 10-99, ... rows of the vocabulary's data, unknown values, then MISSING. length:COLUMN:
+    lists of 0, 1, 2-4, 5-9, ... values.
     """
     codes, names = _encoded(values)
-    if by == DAY or by.startswith(FREQUENCY):
+    if by == DAY or by.startswith((FREQUENCY, LENGTH)):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])
     counts = np.bincount(codes[codes >= 0], minlength=len(names))
     top = np.lexsort((np.arange(len(names)), -counts))[:max_values]

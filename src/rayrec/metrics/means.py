@@ -14,6 +14,7 @@ import numpy as np
 from rayrec.collectives import Collectives, gathered
 from rayrec.metrics.binary import flat_array, reject_nan
 from rayrec.metrics.ranking import DEFAULT_KS, RankingAccumulator
+from rayrec.metrics.recommended import RECOMMENDED, RecommendedItems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -159,8 +160,14 @@ class RowMetrics:
     float64.
     """
 
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
+    def __init__(
+        self,
+        finish: Callable[[dict[str, float]], dict[str, float]] = dict,
+        recommended: RecommendedItems | None = None,
+    ) -> None:
+        """`recommended` counts the items of the measure `RECOMMENDED`."""
         self._finish = finish
+        self._recommended = recommended
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: set[str] = set()
 
@@ -171,6 +178,10 @@ class RowMetrics:
         import torch
 
         for name, values in output.measures.items():
+            if name == RECOMMENDED:
+                if self._recommended is not None:
+                    self._recommended.update(values.cpu().numpy())  # device sync
+                continue
             if not values.is_floating_point():
                 self._counts.add(name)
             total = torch.stack(
@@ -192,12 +203,13 @@ class RowMetrics:
             .sum(dim=0)
             .tolist()
         )
-        return self._finish(
-            {
-                name: _result(name in self._counts, *result)
-                for name, result in zip(names, results, strict=True)
-            }
-        )
+        metrics = {
+            name: _result(name in self._counts, *result)
+            for name, result in zip(names, results, strict=True)
+        }
+        if self._recommended is not None:
+            metrics |= self._recommended.compute()
+        return self._finish(metrics)
 
 
 def _result(is_count: bool, total: float, rows: float) -> float:
@@ -213,15 +225,25 @@ class MeasureTotals:
     integer measures.
     """
 
-    def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
+    def __init__(
+        self,
+        finish: Callable[[dict[str, float]], dict[str, float]] = dict,
+        recommended: RecommendedItems | None = None,
+    ) -> None:
+        """`recommended` counts the items of the measure `RECOMMENDED`."""
         self._finish = finish
+        self._recommended = recommended
         self._sums: dict[str, np.ndarray] = {}
         self._counts: set[str] = set()
         self.rows = 0
 
     def update(self, table: pa.Table) -> None:
+        if self._recommended is not None and RECOMMENDED in table.column_names:
+            for chunk in table.column(RECOMMENDED).chunks:
+                numbers = chunk.flatten().to_numpy()
+                self._recommended.update(numbers.reshape(-1, chunk.type.list_size))
         for name in table.column_names:
-            if name != "row":
+            if name not in ("row", RECOMMENDED):
                 values = table.column(name).drop_null().to_numpy()
                 if values.dtype.kind != "f":
                     self._counts.add(name)
@@ -231,9 +253,9 @@ class MeasureTotals:
         self.rows += len(table)
 
     def compute(self) -> dict[str, float]:
-        return self._finish(
-            {
-                name: _result(name in self._counts, *sums.tolist())
-                for name, sums in self._sums.items()
-            }
-        )
+        metrics = {
+            name: _result(name in self._counts, *sums.tolist()) for name, sums in self._sums.items()
+        }
+        if self._recommended is not None:
+            metrics |= self._recommended.compute()
+        return self._finish(metrics)

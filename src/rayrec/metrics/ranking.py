@@ -86,9 +86,9 @@ def check_ks(ks: Sequence[int]) -> None:
     """Check that ranks are unique and in range. Raises InputError."""
     wrong = [k for k in ks if not 1 <= k <= _LARGEST_K]
     if wrong:
-        raise InputError(f"ranking_k: must be from 1 to {_LARGEST_K:,}, got {wrong[0]}")
+        raise InputError(f"k: must be from 1 to {_LARGEST_K:,}, got {wrong[0]}")
     if len(set(ks)) < len(ks):
-        raise InputError(f"ranking_k: must be distinct, got {', '.join(map(str, ks))}")
+        raise InputError(f"k: must be distinct, got {', '.join(map(str, ks))}")
 
 
 def _keys(groups: Any, rows: int) -> Groups:

@@ -1,13 +1,15 @@
-"""Uncertainty of a click model's metrics: bootstrap intervals, and significance tests between
+"""Uncertainty of a model's metrics: bootstrap intervals, and significance tests between
 models on the same rows.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Final, Literal, Self, final
 
@@ -76,6 +78,11 @@ class Difference:
     p_value: float
     """Two-sided probability of a difference this large between equal models."""
     method: Method
+
+    def reversed(self) -> Difference:
+        """Return the difference second minus first."""
+        # 0 - x instead of -x avoids -0
+        return replace(self, difference=0 - self.difference, low=0 - self.high, high=0 - self.low)
 
 
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
@@ -270,19 +277,73 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
     """Return the metrics of each resample with equal rows for all models, float64 [resamples,
     models, metrics].
     """
+
+    def metrics(weights: npt.NDArray[np.uint8]) -> Array:
+        return np.stack([model.metrics(weights) for model in models])
+
+    return _resample(metrics, models[0].rows, resampling)
+
+
+def _resample(
+    metrics: Callable[[npt.NDArray[np.uint8]], Array], rows: int, resampling: Resampling
+) -> Array:
+    """Return the metrics for the row weights of each resample, float64 [resamples, ...]."""
     table = _poisson_table()
-    rows = models[0].rows
 
     def resample(number: int) -> Array:
         generator = np.random.Generator(np.random.PCG64([resampling.seed, number]))
-        weights = table[np.frombuffer(generator.bytes(2 * rows), np.uint16)]
-        return np.stack([model.metrics(weights) for model in models])
+        return metrics(table[np.frombuffer(generator.bytes(2 * rows), np.uint16)])
 
     max_threads = _WORKING_BYTES // (_ROW_BYTES * max(1, rows))
     # NumPy releases the GIL in all slow parts.
     # Limited by memory: each thread has copies of all rows for one resample.
     with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)), max_threads))) as pool:
         return np.stack(list(pool.map(resample, range(resampling.resamples))))
+
+
+def compare_means(models: Sequence[Mapping[str, Array]], resampling: Resampling) -> Comparison:
+    """Return the intervals of means over rows, and the differences between all pairs of models in
+    the values that both have. Method: the bootstrap of `intervals`, with equal weights for all
+    models. NaN with too few rows (MIN_ROWS).
+
+    `models` contains the values of each model by name, float64 [rows], NaN in rows without a value.
+    Memory: 16 bytes per row, model and value.
+    """
+    columns = [(number, name) for number, model in enumerate(models) for name in model]
+    if not columns:
+        return Comparison([{} for _ in models], {})
+    values = np.stack([models[number][name] for number, name in columns])
+    has_value = (~np.isnan(values)).astype(np.float64)
+    values = np.nan_to_num(values)
+
+    def means(weights: npt.NDArray[np.uint8]) -> Array:
+        row_weights = weights.astype(np.float64)
+        # Not a product of matrices, for the same sums with any number of threads
+        total = np.einsum("r,cr->c", row_weights, values)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return total / np.einsum("r,cr->c", row_weights, has_value)
+
+    rows = values.shape[1]
+    observed = dict(zip(columns, means(np.ones(rows, np.uint8)).tolist(), strict=True))
+    resampled = _resample(means, rows, resampling)
+    resampled[:, has_value.sum(1) < MIN_ROWS] = math.nan
+    by_column = dict(zip(columns, resampled.T, strict=True))
+    model_intervals = [
+        {name: _percentiles(by_column[number, name], resampling.confidence) for name in model}
+        for number, model in enumerate(models)
+    ]
+    differences = {}
+    for one, other in itertools.combinations(range(len(models)), 2):
+        pair = {}
+        for name in models[one]:
+            if name in models[other]:
+                change = by_column[one, name] - by_column[other, name]
+                difference = observed[one, name] - observed[other, name]
+                low, high = _percentiles(change, resampling.confidence)
+                p_value = _bootstrap_p_value(change)
+                pair[name] = Difference(difference, low, high, p_value, "bootstrap")
+        differences[one, other] = pair
+    return Comparison(model_intervals, differences)
 
 
 def _percentiles(values: Array, confidence: float) -> tuple[float, float]:

@@ -339,14 +339,23 @@ def network_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | Non
 
 
 def measured(
-    network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None
+    network: Any,
+    outputs: Outputs,
+    batch: Batch,
+    losses: torch.Tensor | None = None,
+    *,
+    ks: Sequence[int] = (),
 ) -> dict[str, torch.Tensor]:
     """Return the row values that an evaluation averages: the network's measures, and `loss` if it
-    defines one. NaN excludes a row. `losses`: row losses if already computed.
+    defines one. NaN excludes a row. `losses`: row losses if already computed. `ks`: ranks of a
+    network that ranks candidates, if not its own k.
     """
     measures = getattr(network, "measures", None)
     loss = network_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)
     values = {} if losses is None else {"loss": losses}
-    return values if measures is None else {**values, **measures(outputs, batch)}
+    if measures is None:
+        return values
+    ranks = {"ks": tuple(ks)} if ks else {}
+    return {**values, **measures(outputs, batch, **ranks)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -20,17 +20,15 @@ from rayrec.layers.item_losses import find_hits
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, compute_dtype
 from rayrec.layers.sequence_blocks import ListElements, dropped
-from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
+from rayrec.metrics.item_ranks import CandidateScores, tiled_rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs, table_key
+from rayrec.models.evaluation_items import EvaluationItems, ItemList, evaluation_items
 from rayrec.models.heads import Head, ItemsHead
+from rayrec.schema import SEEN, TARGET
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
 
-TARGET = "target"
-"""List of the items to predict in rows of an evaluation."""
-SEEN = "seen"
-"""List of the items that a user had before, which are no candidates in an evaluation."""
 _FROM_BATCH: Final = ("in_batch", "mixed")
 """Losses with the batch's items as negatives."""
 
@@ -205,8 +203,8 @@ class NextItemNetwork(nn.Module, ABC):
         mean cross entropy over each row's targets. Collective in training.
         """
         if not self.training and TARGET in self._lists:
-            queries, row_targets = self._evaluated(outputs)
-            ranked = row_targets.known()
+            queries, evaluated = self._evaluated(outputs)
+            ranked = evaluated.targets.candidates_only()
             losses = item_losses.full_softmax(
                 queries[ranked.rows], self.item_vectors(outputs), ranked.numbers, dtype=self._dtype
             )
@@ -307,35 +305,28 @@ class NextItemNetwork(nn.Module, ABC):
             return torch.full(ids.shape, 1 / (len(ids) + 1), device=ids.device)
         return self.frequencies[self._candidates.numbers(ids)]
 
-    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return `rank_measures` of each row's targets among all known items, or of the list's last
-        item if the row has none. Lists of one item, and those with a missing last one, have no
-        target.
+    def measures(
+        self, outputs: dict[str, torch.Tensor], batch: Batch, *, ks: Sequence[int] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Return `tiled_rank_measures` of each row's targets among all known items (see
+        `evaluation_items`), at these ranks or at k.
         """
-        queries, targets = self._evaluated(outputs)
-        logits = candidate_logits(queries, self.item_vectors(outputs))
-        seen = self._items(outputs, SEEN) if SEEN in self._lists else None
-        return rank_measures(logits, targets, ks=(self._k,), seen=seen)
-
-    def _evaluated(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ItemNumbers]:
-        """Return the vector of each row before its targets, float32 [rows, dim], and the
-        targets.
-        """
-        has_own = self._lengths(outputs, TARGET) > 0
-        lengths = outputs[f"lengths_{self._feature}"]
-        last = (lengths.cumsum(0) - 1).clamp(min=0)
-        ids = outputs[f"ids_{self._feature}"]
-        last_ids = ids[last] if len(ids) else torch.zeros_like(lengths)
-        has_last = ~has_own & (lengths > 1)
-        if self._candidates.missing is not None:
-            has_last = has_last & (last_ids != self._candidates.missing)
-        targets = self._items(outputs, TARGET)
-        from_last = ItemNumbers.one_each(self._candidates.numbers(last_ids), has_last)
-        targets = ItemNumbers(
-            torch.cat([targets.rows, from_last.rows]),
-            torch.cat([targets.numbers, from_last.numbers]),
+        queries, evaluated = self._evaluated(outputs)
+        scores = CandidateScores(queries, self.item_vectors(outputs))
+        return tiled_rank_measures(
+            scores, evaluated.targets, shape=scores.shape, ks=ks or (self._k,), seen=evaluated.seen
         )
-        return self._queries(outputs, dropped=(~has_own).long()), targets
+
+    def _evaluated(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, EvaluationItems]:
+        """Return the vector of each row before its targets, float32 [rows, dim], and the targets
+        with the items before them.
+        """
+        lists = {
+            name: ItemList(outputs[f"ids_{name}"], outputs[f"lengths_{name}"])
+            for name in self._lists
+        }
+        evaluated = evaluation_items(lists, self._feature, self._candidates)
+        return self._queries(outputs, dropped=evaluated.is_last.long()), evaluated
 
     def predict(
         self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
@@ -397,18 +388,6 @@ class NextItemNetwork(nn.Module, ABC):
             starts = torch.where(counts > 0, starts, -1)
             counts = counts.clamp(min=1)
         return ListElements(starts, counts, width=self._history)
-
-    def _lengths(self, outputs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-        """Return the lengths of a list, 0 without it, int64 [rows]."""
-        lengths = outputs.get(f"lengths_{name}")
-        return torch.zeros_like(outputs[f"lengths_{self._feature}"]) if lengths is None else lengths
-
-    def _items(self, outputs: dict[str, torch.Tensor], name: str) -> ItemNumbers:
-        """Return the items of a list, which is empty without it."""
-        ids = outputs.get(f"ids_{name}")
-        if ids is None:
-            ids = outputs[f"ids_{self._feature}"][:0]
-        return ItemNumbers.of_lists(self._candidates.numbers(ids), self._lengths(outputs, name))
 
 
 def _row_means(losses: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -389,7 +389,8 @@ class _Head(nn.Module):
         if not self.training and not self._labels:
             row_measures = measured(self.network, outputs, batch, losses)
             measures = {
-                name: values[~values.isnan()].detach() for name, values in row_measures.items()
+                name: (values[~values.isnan()] if values.is_floating_point() else values).detach()
+                for name, values in row_measures.items()
             }
         return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups, measures)
 

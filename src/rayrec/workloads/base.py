@@ -291,9 +291,13 @@ class ScoringContext:
     """Factory of the engine for data tasks. Connects to Ray if needed."""
     console: Console
     slice_by: tuple[str, ...] = ()
-    """Slices to report metrics for: day, COLUMN, frequency:COLUMN. Click models only."""
-    ranking_k: tuple[int, ...] = ()
-    """Ranks k of metrics@k for click models with groups. Empty means 10."""
+    """Slices to report metrics for: day, COLUMN, frequency:COLUMN, length:COLUMN. Click and
+    retrieval models only.
+    """
+    ks: tuple[int, ...] = ()
+    """Ranks k of metrics@k for click models with groups, by default 10, and for retrieval models,
+    by default their own k.
+    """
     extra_columns: tuple[str, ...] = ()
     """Columns of the raw rows to return unchanged, next to the predictions. Click models only."""
     k: int | None = None

@@ -47,6 +47,10 @@ class Scoring:
     """Thread safety of the `load` result. If True, threads share it and its weights."""
     is_clicks: bool = False
     """Flag for tables with `logit` and, if `evaluating`, `label` and the keys of `slice_by`."""
+    is_ranking: bool = False
+    """Flag for tables with the measures and best items of a retrieval model that ranks all known
+    items, and the keys of `slice_by`.
+    """
     bounded: tuple[str, ...] = ()
     """Columns of numbers with bounds, each with a column `rayrec.data.encoding.clipping.COLUMN` of
     the tables.

@@ -543,7 +543,7 @@ def test_invalid_comparison_is_rejected_first(
         )
     runs = ["runs/a", "runs/mnist"]
     rejects(
-        "runs/mnist: recipe mnist_resnet18 does not predict clicks",
+        "runs/mnist: recipe mnist_resnet18 cannot be compared",
         compare_checkpoints,
         runs,
         "log",

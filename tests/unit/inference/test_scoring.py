@@ -30,10 +30,10 @@ from rayrec.data.log_source import LogSource
 from rayrec.inference import predict as module
 from rayrec.inference.config import EvaluationConfig
 from rayrec.inference.evaluate import ScoredRows
-from rayrec.inference.row_slices import slices_of
 from rayrec.inference.model import open_served
 from rayrec.inference.predict import Parts
 from rayrec.inference.result_tables import evaluation_text
+from rayrec.inference.row_slices import slices_of
 from rayrec.inference.scoring import Pool, plan_pool, scored_tables
 from rayrec.metrics.binary import sigmoid
 from rayrec.schema import Schema

@@ -229,7 +229,7 @@ def test_ranking_metrics_reject_invalid_arguments() -> None:
         ((5, 5), "must be distinct, got 5, 5"),
     ):
         rejects(
-            f"ranking_k: {message}",
+            f"k: {message}",
             ranking_metrics,
             np.zeros(3, np.int64),
             np.zeros(3),

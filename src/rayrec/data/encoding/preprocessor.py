@@ -301,6 +301,11 @@ class Preprocessor:
             return self
         return self._with_schema(self.schema.replace(group=column))
 
+    def with_unlimited_lists(self) -> Preprocessor:
+        """Return the same Preprocessor without maximum lengths of lists."""
+        features = tuple(feature.replace(max_length=None) for feature in self.schema.features)
+        return self._with_schema(self.schema.replace(features=features))
+
     def with_tables(self, tables: Sequence[NamedTable]) -> Preprocessor:
         """Return the same Preprocessor with other side tables in place of those with their names,
         for a server. Its hash is another.

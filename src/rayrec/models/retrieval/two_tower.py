@@ -17,7 +17,13 @@ from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, Tower, xavier_linear
-from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
+from rayrec.metrics.item_ranks import (
+    CandidateScores,
+    ItemNumbers,
+    candidate_logits,
+    rank_measures,
+    tiled_rank_measures,
+)
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, VectorHead
 
@@ -181,18 +187,22 @@ class TwoTower(nn.Module):
         )
         return losses.masked_fill(~self._candidates.contains(outputs["ids"]), 0.0)
 
-    def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return `rank_measures` of each row's item among the table's known items, or among the
-        step's distinct ones. Rows with a missing item have no target. Collective.
+    def measures(
+        self, outputs: dict[str, torch.Tensor], batch: Batch, *, ks: Sequence[int] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Return `tiled_rank_measures` of each row's item among the table's known items, or
+        `rank_measures` among the step's distinct ones, at these ranks or at k. Rows with a missing
+        item have no target. Collective.
         """
         ids = outputs["ids"]
-        if "table" in outputs:
-            logits = candidate_logits(self.queries(outputs), self.item_vectors(outputs))
-            target = self._candidates.numbers(ids)
-        else:
-            logits, target = self._step_logits(outputs)
+        ranks = ks or (self._k,)
         has_target = None if self._candidates.missing is None else ids != self._candidates.missing
-        return rank_measures(logits, ItemNumbers.one_each(target, has_target), ks=(self._k,))
+        if "table" in outputs:
+            scores = CandidateScores(self.queries(outputs), self.item_vectors(outputs))
+            targets = ItemNumbers.one_each(self._candidates.numbers(ids), has_target)
+            return tiled_rank_measures(scores, targets, shape=scores.shape, ks=ranks)
+        logits, target = self._step_logits(outputs)
+        return rank_measures(logits, ItemNumbers.one_each(target, has_target), ks=ranks)
 
     def queries(self, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the vector of each row's user, float32 [rows, vector]. An item's score is its dot

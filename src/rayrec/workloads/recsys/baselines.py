@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rayrec.workloads.run_config import DataConfig
 
 Kind = Literal["prior", "logistic", "lightgbm"]
+CLICK_BASELINES: Final[tuple[Kind, ...]] = ("prior", "logistic", "lightgbm")
 PACKAGES: Final[dict[str, str]] = {"lightgbm": "lightgbm", "logistic": "sklearn"}
 
 _FOLDS: Final = 5

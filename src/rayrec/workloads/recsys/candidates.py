@@ -25,7 +25,7 @@ from rayrec.models.heads import ItemsHead
 from rayrec.schema import TARGET
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.encoding.rules import SparseColumn
@@ -118,6 +118,32 @@ class SampledRows:
         numbers = draw.integers(0, max(1, candidates.count or 0), self.count, np.int32)
         ids: np.ndarray = candidates.ids(numbers)
         return ids
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranking of all known items, which evaluations of a model measure."""
+
+    feature: str
+    """Feature of the item."""
+    candidates: int
+    """Number of known items."""
+    ks: tuple[int, ...]
+    """Ranks k of the metrics."""
+
+
+def ranking_of(
+    model: ClickModelConfig, inputs: ModelInputs, ks: Sequence[int] = ()
+) -> Ranking | None:
+    """Return the ranking of a model, with its own k unless there are `ks`. None if it does not rank
+    all known items: it must have a `candidate_feature`, read its full table, and have a field `k`.
+    """
+    feature = model.candidate_feature(inputs)
+    default_k = getattr(model, "k", None)
+    if feature is None or default_k is None or feature not in model.full_tables(inputs):
+        return None
+    candidates = inputs.candidates_of(feature).count
+    return None if candidates is None else Ranking(feature, candidates, tuple(ks) or (default_k,))
 
 
 def check_candidates(

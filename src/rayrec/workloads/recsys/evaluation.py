@@ -14,7 +14,9 @@ from rayrec.data.encoding.clipping import ClipSum, clipping_warning
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.metrics.binary import is_correct, reject_nan
 from rayrec.metrics.means import RowMetrics
+from rayrec.metrics.recommended import RecommendedItems
 from rayrec.models.heads import BinaryHead, Head, labels_accumulator
+from rayrec.workloads.recsys.candidates import Ranking
 
 _EDGE = 16.0
 """Maximum absolute logit. Larger logits are practically certain and share a bin."""
@@ -38,14 +40,16 @@ class EvaluationCounts:
         grouped: bool = False,
         clips: ClipSum | None = None,
         training_clips: ClipSum | None = None,
+        ranking: Ranking | None = None,
     ) -> None:
         """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether
         batches have group keys. `clips` counts the numbers beyond their bounds in evaluations, and
-        `training_clips` has counted those of training.
+        `training_clips` has counted those of training. `ranking` is that of a retrieval model.
         """
         self._columns = columns
         self.heads = heads
         self.grouped = grouped
+        self.ranking = ranking
         self._clips = clips
         self._training_clips = training_clips
         self._start("")
@@ -203,7 +207,11 @@ class ClickMetrics:
 
     def __init__(self, counts: EvaluationCounts) -> None:
         self._labels = labels_accumulator(counts.heads, grouped=counts.grouped)
-        self._measures = RowMetrics()
+        ranking = counts.ranking
+        recommended = None
+        if ranking is not None:
+            recommended = RecommendedItems(ranking.candidates, ranking.ks)
+        self._measures = RowMetrics(recommended=recommended)
         self._counts = counts
 
     def update(self, output: StepOutput) -> None:

@@ -256,9 +256,9 @@ class ClickScorer:
                 for name, tensor in self._model.predict(*self.inputs(rows)).items()
             }
 
-    def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
+    def measure(self, rows: EncodedRows, *, ks: Sequence[int] = ()) -> dict[str, np.ndarray]:
         """Return the measures of a model without labels, float64 [rows], NaN in excluded rows, and
-        counts, int64 [rows].
+        counts, int64 [rows]. `ks`: ranks of a retrieval model, if not its own k.
         """
         with torch.inference_mode():
             dense, *embedding_inputs = self.inputs(rows, measuring=True)
@@ -270,7 +270,7 @@ class ClickScorer:
                 timestamps=None if rows.timestamps is None else torch.from_numpy(rows.timestamps),
             ).to(self._device)
             outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
-            values = measured(self._model.network, outputs, batch)
+            values = measured(self._model.network, outputs, batch, ks=ks)
             wide = {
                 name: tensor.double() if tensor.is_floating_point() else tensor
                 for name, tensor in values.items()

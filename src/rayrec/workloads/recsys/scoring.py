@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from rayrec import host_resources, storage
 from rayrec.config import InputError, suggest
 from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy
-from rayrec.data.encoded_rows import EncodedRows
+from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
 from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, ids_by_row
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
@@ -31,13 +32,15 @@ from rayrec.data.logs.reading import (
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
-from rayrec.metrics.means import MeasureTotals
+from rayrec.metrics.means import Accumulator, MeasureTotals
 from rayrec.metrics.ranking import DEFAULT_KS
+from rayrec.metrics.recommended import RecommendedItems
+from rayrec.models.evaluation_items import SEEN, TARGET, ItemList, evaluation_items
 from rayrec.models.heads import BinaryHead, Head, LabelHead, labels_accumulator
 from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.workloads.base import ScoringContext, TrainConfig
-from rayrec.workloads.recsys.candidates import model_inputs
+from rayrec.workloads.recsys.candidates import Ranking, model_inputs, ranking_of
 from rayrec.workloads.recsys.items.predicted import (
     ITEM_COLUMNS,
     BlockItems,
@@ -46,17 +49,17 @@ from rayrec.workloads.recsys.items.predicted import (
     items_request,
 )
 from rayrec.workloads.recsys.items.recommender import Recommender
-from rayrec.workloads.recsys.scorer import (
-    ClickScorer,
-    load_preprocessor,
-    load_scorer,
-)
+from rayrec.workloads.recsys.scorer import ClickScorer, load_preprocessor, load_scorer
 from rayrec.workloads.recsys.settings import ClickSettings, check_grouped
 from rayrec.workloads.run_config import DataConfig
 from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
 
 DAY = "day"
 FREQUENCY = "frequency:"
+LENGTH = "length:"
+_LENGTHS: Final = (0, 1, 2, 5, 10, 20, 50, 100)
+"""First length of each bucket of lists."""
+_LENGTH_NAMES: Final = ("0", "1", "2-4", "5-9", "10-19", "20-49", "50-99", "100 or more")
 _BATCH_ROWS = 8192
 BATCH_ROWS: Final = 2048
 """Maximum rows per encoded batch."""
@@ -78,17 +81,19 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     own `context.extra_columns` follow. Invalid lines count as positions without a score.
     """
     preprocessor = _load_preprocessor(workload, context)
-    heads = workload.model.output_heads(model_inputs(preprocessor))
+    inputs = model_inputs(preprocessor)
+    heads = workload.model.output_heads(inputs)
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
+    ranking = ranking_of(workload.model, inputs, context.ks) if measuring else None
+    _check_ks(context, workload.schema, ranking)
     labelled = _is_labelled(context, preprocessor.schema, measuring=measuring)
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     path = context.path
     context = _with_lists(context, schema)
-    columns = key_columns(context.slice_by, schema)
-    frequencies = frequency_columns(context.slice_by, preprocessor)
+    slices = _SliceColumns.from_names(context.slice_by, preprocessor, schema, ranking)
     items = items_request(workload.model, context, preprocessor)
     _check_extra(context, schema, heads, items)
-    index, set_name, rows = _index(context, schema, dict.fromkeys((*columns, *frequencies)))
+    index, set_name, rows = _index(context, schema, slices.names)
     blocks = _blocks(context, index, rows)
     engine = context.engine()
     process = _ScoringTask(
@@ -99,9 +104,9 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         blocks=engine.share(blocks),
         labelled=labelled,
         measuring=measuring,
+        ranking=ranking,
         batch_rows=context.batch_rows or _BATCH_ROWS,
-        key_columns=columns,
-        frequency_columns=frequencies,
+        slices=slices,
         day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         extra=find_types(context.extra_columns, index, engine),
         counts_clipped=context.counts_clipped,
@@ -113,14 +118,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     return Scoring(
         block_rows=block_rows,
         load=process.load,
-        make_totals=MeasureTotals
-        if measuring
-        else functools.partial(
-            _ClickTotals,
-            heads,
-            grouped=schema.group is not None,
-            ks=context.ranking_k or DEFAULT_KS,
-        ),
+        make_totals=_totals_maker(context, schema, heads, ranking, measuring=measuring),
         described={
             **set_fields,
             "bad_rows": index.faults.total,
@@ -128,11 +126,27 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         },
         thread_safe=True,
         is_clicks=isinstance(heads[0], BinaryHead),
+        is_ranking=ranking is not None,
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
         set_name=set_name,
         first_row=rows[0],
         rows_key=_rows_key(index.parts(*rows)) if set_name else "",
     )
+
+
+def _totals_maker(
+    context: ScoringContext,
+    schema: Schema,
+    heads: Sequence[Head],
+    ranking: Ranking | None,
+    *,
+    measuring: bool,
+) -> Callable[[], Accumulator]:
+    """Return a function that creates the totals of an evaluation's tables."""
+    if measuring:
+        return functools.partial(measure_totals, ranking)
+    ks = context.ks or DEFAULT_KS
+    return functools.partial(_ClickTotals, heads, grouped=schema.group is not None, ks=ks)
 
 
 def _load_preprocessor(workload: ClickSettings, context: ScoringContext) -> Preprocessor:
@@ -143,11 +157,37 @@ def _load_preprocessor(workload: ClickSettings, context: ScoringContext) -> Prep
     if workload.schema.group is not None:
         check_grouped(workload.schema, context.path)
         return preprocessor.grouped_by(workload.schema.group)
-    if context.ranking_k:
-        raise InputError(
-            "ranking_k: metrics at k require groups. Name the group column with --group."
-        )
     return preprocessor
+
+
+def _check_ks(context: ScoringContext, schema: Schema, ranking: Ranking | None) -> None:
+    """Check that there is something to rank if ranks k are given. Raises InputError."""
+    if context.ks and context.evaluating and schema.group is None and ranking is None:
+        raise InputError(
+            "k: metrics at k require groups or a retrieval model that ranks all known items. Name "
+            "the group column with --group."
+        )
+
+
+def measure_totals(ranking: Ranking | None, popularity: np.ndarray | None = None) -> MeasureTotals:
+    """Return totals of a model without labels. `popularity` is the number of training events of
+    each candidate, int64 [candidates].
+    """
+    if ranking is None:
+        return MeasureTotals()
+    recommended = RecommendedItems(ranking.candidates, ranking.ks, popularity)
+    return MeasureTotals(recommended=recommended)
+
+
+def measure_columns(measures: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:
+    """Return table columns with the measures of rows, null instead of NaN."""
+    columns = {}
+    for name, values in measures.items():
+        if values.ndim == 1:
+            columns[name] = arrow_numbers(values, np.isnan(values))
+        elif values.shape[1]:
+            columns[name] = arrow_rows(values)
+    return columns
 
 
 def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) -> bool:
@@ -198,9 +238,46 @@ def _task_context(context: ScoringContext) -> TaskContext:
     )
 
 
+@dataclass(frozen=True)
+class _SliceColumns:
+    """Columns to slice rows by."""
+
+    keys: tuple[str, ...]
+    """Columns whose values are returned."""
+    frequency: tuple[str, ...]
+    """Columns whose category frequencies are returned."""
+    length: tuple[str, ...]
+    """Lists whose lengths are returned."""
+
+    @classmethod
+    def from_names(
+        cls,
+        slice_by: Sequence[str],
+        preprocessor: Preprocessor,
+        schema: Schema,
+        ranking: Ranking | None,
+    ) -> _SliceColumns:
+        """Return the columns in `slice_by`. Raises InputError for other columns, and if frequencies
+        are unknown.
+        """
+        ranked = None if ranking is None else ranking.feature
+        return cls(
+            key_columns(slice_by, schema),
+            frequency_columns(slice_by, preprocessor, ranked=ranked),
+            length_columns(slice_by, schema),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns, each once."""
+        return tuple(dict.fromkeys((*self.keys, *self.frequency, *self.length)))
+
+
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return the columns to slice by value. Raises InputError for other columns."""
-    columns = dict.fromkeys(by for by in slice_by if by != DAY and not by.startswith(FREQUENCY))
+    columns = dict.fromkeys(
+        by for by in slice_by if by != DAY and not by.startswith((FREQUENCY, LENGTH))
+    )
     columns_in_log = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
         if name in schema.lists:
@@ -214,16 +291,30 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tuple[str, ...]:
-    """Return the columns to slice by category frequency. Raises InputError if the frequencies are
-    unknown.
+def frequency_columns(
+    slice_by: Sequence[str], preprocessor: Preprocessor, *, ranked: str | None = None
+) -> tuple[str, ...]:
+    """Return the columns to slice by category frequency, which may be that of the `ranked` items.
+    Raises InputError if the frequencies are unknown.
     """
     columns = dict.fromkeys(
         by.removeprefix(FREQUENCY) for by in slice_by if by.startswith(FREQUENCY)
     )
-    key_columns(tuple(columns), preprocessor.schema)
+    key_columns(tuple(name for name in columns if name != ranked), preprocessor.schema)
     for name in columns:
         bucket_names(preprocessor, name)
+    return tuple(columns)
+
+
+def length_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
+    """Return the lists to slice by their length. Raises InputError for other columns."""
+    columns = dict.fromkeys(by.removeprefix(LENGTH) for by in slice_by if by.startswith(LENGTH))
+    for name in columns:
+        if name not in schema.lists:
+            lists = ", ".join(schema.lists) or "none"
+            raise InputError(
+                f"slice_by: {LENGTH}{name}: must name a list, of which the log has {lists}"
+            )
     return tuple(columns)
 
 
@@ -343,6 +434,38 @@ def open_run_log(
     )
 
 
+def item_lists(rows: EncodedRows, feature: str, preprocessor: Preprocessor) -> dict[str, ItemList]:
+    """Return the list `feature` of rows, and the lists `TARGET` and `SEEN` of logs that have
+    them.
+    """
+    lists = {}
+    for name in (feature, TARGET, SEEN):
+        if name in preprocessor.inputs.lists:
+            ids = rows.ids[preprocessor.inputs.sparse.index(name)]
+            assert isinstance(ids, JaggedIds), "the schema's lists are lists"
+            lists[name] = ItemList(
+                torch.from_numpy(ids.values.astype(np.int64)),
+                torch.from_numpy(ids.lengths.astype(np.int64)),
+            )
+    return lists
+
+
+def first_targets(rows: EncodedRows, feature: str, preprocessor: Preprocessor) -> np.ndarray:
+    """Return the id of each row's first target in lists of items, -1 without targets, int64
+    [rows].
+    """
+    candidates = model_inputs(preprocessor).candidates_of(feature)
+    lists = item_lists(rows, feature, preprocessor)
+    targets = evaluation_items(lists, feature, candidates).targets.in_order()
+    rule = preprocessor.sparse[preprocessor.inputs.sparse.index(feature)]
+    ids = candidates.ids(targets.numbers)
+    ids[targets.numbers < 0] = rule.unknown_id
+    first_rows, first = np.unique(targets.rows.numpy(), return_index=True)
+    result = np.full(len(rows), -1, np.int64)
+    result[first_rows] = ids.numpy()[first]
+    return result
+
+
 def encode_parts(
     parts: Iterable[SegmentRange], preprocessor: Preprocessor
 ) -> Iterator[EncodedRows]:
@@ -411,10 +534,9 @@ class _ScoringTask:
     measuring: bool
     """Flag to measure rows with the network instead of predicting."""
     batch_rows: int
-    key_columns: tuple[str, ...]
-    """Columns whose values are returned for slicing."""
-    frequency_columns: tuple[str, ...]
-    """Columns whose category frequencies are returned for slicing."""
+    ranking: Ranking | None
+    """Ranking of a retrieval model, if `measuring`."""
+    slices: _SliceColumns
     day_slices: tuple[Slice, ...]
     """Time slices of the log, if used for slicing."""
     extra: ExtraColumns
@@ -481,7 +603,9 @@ class _LogBlock:
     def score(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows = self._opened.encode(start, stop)
         if self._task.measuring:
-            return self._scorer.measure(rows)
+            ranking = self._task.ranking
+            measures = self._scorer.measure(rows, ks=() if ranking is None else ranking.ks)
+            return measures | self._bucket_keys(rows)
         columns = {}
         if self._heads:
             values_of = self._scorer.predict(rows)
@@ -496,12 +620,30 @@ class _LogBlock:
         if self._task.labelled and self._schema.group:
             assert rows.groups is not None
             columns[GROUP] = rows.groups
-        for name in self._task.frequency_columns:
-            ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
-            assert isinstance(ids, np.ndarray), "key_columns rejects lists"
-            columns[KEY + FREQUENCY + name] = assign_buckets(self._preprocessor, name, ids)
+        columns |= self._bucket_keys(rows)
         if self._clips is not None and self._clips.names:
             columns |= self._clips.columns(rows.dense)
+        return columns
+
+    def _bucket_keys(self, rows: EncodedRows) -> dict[str, np.ndarray]:
+        """Return the number of each row's bucket in columns to slice by frequency or length, int8
+        [rows], -1 in rows without a target.
+        """
+        columns = {}
+        for name in self._task.slices.frequency:
+            ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
+            if isinstance(ids, np.ndarray):
+                buckets = assign_buckets(self._preprocessor, name, ids)
+            else:  # The ranked items: frequency_columns rejects other lists
+                first = first_targets(rows, name, self._preprocessor)
+                buckets = assign_buckets(self._preprocessor, name, first)
+                buckets[first < 0] = -1
+            columns[KEY + FREQUENCY + name] = buckets
+        for name in self._task.slices.length:
+            ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
+            assert isinstance(ids, JaggedIds), "length_columns rejects others"
+            buckets = np.searchsorted(_LENGTHS, ids.lengths, side="right") - 1
+            columns[KEY + LENGTH + name] = buckets.astype(np.int8)
         return columns
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
@@ -509,9 +651,8 @@ class _LogBlock:
         block = self._scored.block
         columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
         if task.measuring:
-            return columns | {
-                name: arrow_numbers(values, np.isnan(values)) for name, values in scored.items()
-            }
+            measures = {name: each for name, each in scored.items() if not name.startswith(KEY)}
+            return columns | measure_columns(measures) | self._keys(scored)
         values = {
             name.removeprefix(_OUTPUT): array
             for name, array in scored.items()
@@ -527,21 +668,31 @@ class _LogBlock:
             columns |= self._items.columns(scored)
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
-        if task.day_slices:
-            columns[KEY + DAY] = name_slices(block, task.day_slices)
         columns |= {
             name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)
         }
-        for name in task.key_columns:
-            columns[KEY + name] = self._values(name)
-        for name in task.frequency_columns:
-            missing = self._values(name).is_null().to_numpy(zero_copy_only=False)
-            columns[KEY + FREQUENCY + name] = pa.DictionaryArray.from_arrays(
-                pa.array(scored[KEY + FREQUENCY + name].astype(np.int32), mask=missing),
-                pa.array(bucket_names(self._preprocessor, name), pa.large_string()),
-            )
+        columns |= self._keys(scored)
         if task.extra.types.names:
             columns |= task.extra.read(block, self._schema)
+        return columns
+
+    def _keys(self, scored: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:
+        """Return the columns to slice by."""
+        task = self._task
+        columns = {}
+        if task.day_slices:
+            columns[KEY + DAY] = name_slices(self._scored.block, task.day_slices)
+        for name in task.slices.keys:
+            columns[KEY + name] = self._values(name)
+        for name in task.slices.frequency:
+            key = KEY + FREQUENCY + name
+            is_missing = scored[key] < 0
+            if name not in self._schema.lists:
+                is_missing = self._values(name).is_null().to_numpy(zero_copy_only=False)
+            columns[key] = _named(scored[key], bucket_names(self._preprocessor, name), is_missing)
+        for name in task.slices.length:
+            key = KEY + LENGTH + name
+            columns[key] = _named(scored[key], _LENGTH_NAMES, scored[key] < 0)
         return columns
 
     def _values(self, name: str) -> pa.Array:
@@ -552,6 +703,13 @@ class _LogBlock:
 def _arrow_column(values: np.ndarray) -> pa.Array:
     """Convert numbers or texts, one or several a row."""
     return pa.array(values.tolist()) if values.dtype == object else arrow_rows(values)
+
+
+def _named(buckets: np.ndarray, names: Sequence[str], is_missing: np.ndarray) -> pa.Array:
+    """Return the names of rows' buckets, null if missing."""
+    return pa.DictionaryArray.from_arrays(
+        pa.array(buckets.astype(np.int32), mask=is_missing), pa.array(names, pa.large_string())
+    )
 
 
 # Invalid lines have line numbers but no rows. Only a segment with one is parsed again for the

@@ -46,7 +46,13 @@ from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import TrainLoader, WorkerContext, WorkerSetup
-from rayrec.workloads.recsys.candidates import SampledRows, bin_ends, candidate_rows, frequencies
+from rayrec.workloads.recsys.candidates import (
+    SampledRows,
+    bin_ends,
+    candidate_rows,
+    frequencies,
+    ranking_of,
+)
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
@@ -197,6 +203,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         grouped=inputs.group is not None,
         clips=ClipSum(preprocessor),
         training_clips=prepared.training_clips,
+        ranking=ranking_of(workload.model, model_inputs),
     )
     return WorkerSetup(
         model=learner.model,

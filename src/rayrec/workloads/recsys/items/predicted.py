@@ -17,7 +17,7 @@ from rayrec.data.logs.index import Block
 from rayrec.data.logs.reading import read_categories
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.models.heads import Head, ItemsHead
-from rayrec.models.next_item import SEEN
+from rayrec.schema import SEEN
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.items.recommender import (

@@ -245,7 +245,7 @@ def _cut_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
 
 def _only(scores: torch.Tensor, items: ItemNumbers) -> torch.Tensor:
     """Return a copy of the scores [rows, candidates] with -inf for all but these items."""
-    allowed = items.known()
+    allowed = items.candidates_only()
     masked = torch.full_like(scores, -torch.inf)
     masked[allowed.rows, allowed.numbers] = scores[allowed.rows, allowed.numbers]
     return masked
