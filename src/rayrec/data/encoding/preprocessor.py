@@ -304,7 +304,14 @@ class Preprocessor:
     def with_unlimited_lists(self) -> Preprocessor:
         """Return the same Preprocessor without maximum lengths of lists."""
         features = tuple(feature.replace(max_length=None) for feature in self.schema.features)
-        return self._with_schema(self.schema.replace(features=features))
+        if self.schema.sequence is None:
+            return self._with_schema(self.schema.replace(features=features))
+        # `sequence` says how long its lists are, so that they are read as any others.
+        columns = {
+            name: getattr(self.schema, name) for name in ("sparse", "lists", "optional", "integers")
+        }
+        plain = self.schema.replace(sequence=None, split=None, features=features, **columns)
+        return self._with_schema(plain)
 
     def with_tables(self, tables: Sequence[NamedTable]) -> Preprocessor:
         """Return the same Preprocessor with other side tables in place of those with their names,

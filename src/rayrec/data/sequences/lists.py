@@ -332,7 +332,7 @@ class _UserLists:
         """Return the rows of a part: user, lists, held-out items, seen items, and ages."""
         first = self.ranges.starts[users]
         starts = first
-        if part != "histories":
+        if part in ("valid", "test"):  # Which have the whole list as `seen`
             starts = np.maximum(first, history - self._longest)
         lengths = history - starts
         offsets = _offsets(lengths)
