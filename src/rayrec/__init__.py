@@ -108,7 +108,9 @@ def __getattr__(name: str) -> Any:
         from rayrec.config import renamed
 
         warnings.warn(
-            renamed(f"rayrec.{name}", f"rayrec.{_RENAMED[name]}"), FutureWarning, stacklevel=2
+            renamed(f"rayrec.{name}", f"rayrec.{_RENAMED[name]}"),
+            FutureWarning,
+            stacklevel=2,
         )
         name = _RENAMED[name]
     if name not in __all__:

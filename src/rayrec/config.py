@@ -63,7 +63,8 @@ def _adapter(annotation: Any) -> Any:
     import pydantic
 
     return pydantic.TypeAdapter(
-        annotation, config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
+        annotation,
+        config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True),
     )
 
 
@@ -314,7 +315,11 @@ class Config:
         import yaml
 
         return yaml.safe_dump(
-            self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+            self.to_dict(),
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=None,
+            width=120,
         )
 
     def config_hash(self) -> str:

@@ -72,7 +72,8 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     dense = DenseColumn(mean=0.5, scale=0.3)
     sparse = SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
     tokens = np.array(
-        [token(column, n) for column in range(len(schema.sparse)) for n in range(NUM_TOKENS)], dtype
+        [token(column, n) for column in range(len(schema.sparse)) for n in range(NUM_TOKENS)],
+        dtype,
     )
     return Preprocessor(
         **{
@@ -87,7 +88,9 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
 
 
 def hashed_preprocessor(
-    num_embeddings: Sequence[int], schema: Schema = CRITEO, **changes: Any
+    num_embeddings: Sequence[int],
+    schema: Schema = CRITEO,
+    **changes: Any,
 ) -> Preprocessor:
     sparse = tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in num_embeddings)
     dtype = np.uint64 if schema.tokens == "any" else np.uint32
@@ -115,7 +118,12 @@ def bucketed_preprocessor() -> Preprocessor:
 def lists_preprocessor() -> Preprocessor:
     names = ("user.id", "keys")
     schema = Schema(
-        label="click", dense=("age",), sparse=names, lists=names[1:], tokens="any", delimiter=","
+        label="click",
+        dense=("age",),
+        sparse=names,
+        lists=names[1:],
+        tokens="any",
+        delimiter=",",
     )
     return hashed_preprocessor([30, 50], schema)
 
@@ -133,7 +141,9 @@ def whole_model(
     """
     inputs = inputs or ModelInputs(13, tuple(feature_names(len(num_embeddings))))
     return build_click_model(
-        config, inputs, **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings}
+        config,
+        inputs,
+        **{"num_embeddings": num_embeddings, "embedding_device": "cpu", **settings},
     )
 
 
@@ -162,7 +172,8 @@ class Saved:
                 lengths = rng.integers(0, 4, count).astype(np.int32)
                 ids.append(
                     JaggedIds(
-                        rng.integers(0, num_embeddings, lengths.sum(), given.id_dtype), lengths
+                        rng.integers(0, num_embeddings, lengths.sum(), given.id_dtype),
+                        lengths,
                     )
                 )
             else:
@@ -170,7 +181,9 @@ class Saved:
                 ids.append(rng.integers(0, num_embeddings, shape, given.id_dtype))
         labels = {"label": rng.integers(0, 2, count).astype(np.float32)} if labelled else {}
         return EncodedRows(
-            rng.standard_normal((count, len(given.inputs.dense)), np.float32), ids, labels
+            rng.standard_normal((count, len(given.inputs.dense)), np.float32),
+            ids,
+            labels,
         )
 
 
@@ -192,14 +205,22 @@ def save_clicks(
     config = config.replace(workload=config.workload.replace(model=model, schema=given.schema))
     inputs = ModelInputs.from_schema(given.inputs)
     built = whole_model(
-        model, given.num_embeddings, inputs=inputs, precision=config.precision, seed=seed
+        model,
+        given.num_embeddings,
+        inputs=inputs,
+        precision=config.precision,
+        seed=seed,
     ).eval()
     with torch.no_grad():
         for tables in built.table_modules():
             for parameter in tables.parameters():
                 parameter.mul_(scale)
     return Saved(
-        folder, Path(_save(folder, step, built.state_dict(), config, given)), config, given, built
+        folder,
+        Path(_save(folder, step, built.state_dict(), config, given)),
+        config,
+        given,
+        built,
     )
 
 
@@ -243,14 +264,20 @@ def _save(
     place = checkpoints.step_folder(str(run), step)
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
     checkpoints.save(
-        place, {**tensors, "optimizer.exp_avg": torch.zeros(8)}, state={}, extra_files=add_files
+        place,
+        {**tensors, "optimizer.exp_avg": torch.zeros(8)},
+        state={},
+        extra_files=add_files,
     )
     return place
 
 
 # As a server holds them
 def make_model(
-    preprocessor: Preprocessor | None = None, *, seed: int = 0, config: ClickModelConfig = DLRM
+    preprocessor: Preprocessor | None = None,
+    *,
+    seed: int = 0,
+    config: ClickModelConfig = DLRM,
 ) -> ServedModel:
     """Build a served model. Seeds determine version and scores."""
     preprocessor = preprocessor or make_preprocessor()
@@ -266,16 +293,27 @@ def make_model(
         for rows in preprocessor.num_embeddings
     ]
     scorer = make_scorer(
-        model, tables, row_format=RowFormat("fp32", config.embedding_dim), device="cpu"
+        model,
+        tables,
+        row_format=RowFormat("fp32", config.embedding_dim),
+        device="cpu",
     )
     step = f"step_{seed:08d}"
     return ServedModel(
-        preprocessor, f"{step}-fp32", f"runs/run/checkpoints/{step}", "checkpoint", scorer
+        preprocessor,
+        f"{step}-fp32",
+        f"runs/run/checkpoints/{step}",
+        "checkpoint",
+        scorer,
     )
 
 
 def save_checkpoint(
-    run: Path, step: int, model: ServedModel, *, network: ClickModelConfig = DLRM
+    run: Path,
+    step: int,
+    model: ServedModel,
+    *,
+    network: ClickModelConfig = DLRM,
 ) -> str:
     """Save a checkpoint of the model as training does. Returns its folder."""
     plain, tables, _ = model.scorer.parts()
@@ -294,7 +332,9 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
     counters = Counters()
     settings = ServeConfig(**config)
     models = ReplicaModels(
-        {model.source: model}.__getitem__, counters, histories=settings.histories
+        {model.source: model}.__getitem__,
+        counters,
+        histories=settings.histories,
     )
     models.set_desired(DesiredState(0, ModelSource(0, model.source)))
     assert not models.switch()

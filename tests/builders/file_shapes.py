@@ -256,7 +256,12 @@ SHAPES: dict[str, Shape] = {
         has_lines=False,
     ),
     "npz of a dictionary": Shape(
-        _write_arrays, "click", ("price",), ("user", "history"), ("history",), has_lines=False
+        _write_arrays,
+        "click",
+        ("price",),
+        ("user", "history"),
+        ("history",),
+        has_lines=False,
     ),
     "clicks and conversions": Shape(
         _lines("log.csv", _conversions_row, "click,conversion,user,price"),
@@ -292,10 +297,19 @@ SHAPES: dict[str, Shape] = {
     ),
     "libsvm": Shape(_lines("a9a", _libsvm_row), "label", (), ("index",), ("index",)),
     "libsvm with queries": Shape(
-        _lines("rank.txt", _ranked_row), "label", (), ("index", "group"), ("index",)
+        _lines("rank.txt", _ranked_row),
+        "label",
+        (),
+        ("index", "group"),
+        ("index",),
     ),
     "libsvm with a query file": Shape(
-        _write_graded, "label", (), ("index", "group"), ("index",), has_lines=False
+        _write_graded,
+        "label",
+        (),
+        ("index", "group"),
+        ("index",),
+        has_lines=False,
     ),
     "libffm": Shape(
         _lines("log.ffm", _libffm_row),
@@ -305,7 +319,11 @@ SHAPES: dict[str, Shape] = {
         ("field_0", "field_1", "field_2"),
     ),
     "Vowpal Wabbit": Shape(
-        _lines("log.vw", _vw_row), "label", (), ("user", "item"), ("user", "item")
+        _lines("log.vw", _vw_row),
+        "label",
+        (),
+        ("user", "item"),
+        ("user", "item"),
     ),
     "census": Shape(_lines("adult.data", _census_row), "c5", ("c0", "c2", "c3"), ("c1", "c4")),
     "bank": Shape(
@@ -353,7 +371,11 @@ SHAPES: dict[str, Shape] = {
         recipe="two_tower",
     ),
     "JSON lines": Shape(
-        _lines("log.jsonl", _json_row), "clicked", ("price",), ("user", "tags"), ("tags",)
+        _lines("log.jsonl", _json_row),
+        "clicked",
+        ("price",),
+        ("user", "tags"),
+        ("tags",),
     ),
     "slots": Shape(_lines("part-0", _slots_row), "click", (), ("user", "tag"), ("tag",)),
     "partitions": Shape(_write_partitions, "click", ("price",), ("user",), has_lines=False),

@@ -31,7 +31,10 @@ TWO_WORKERS: dict[str, Any] = {"scaling": threads_of(2), "cluster": {"num_cpus":
 
 
 def short_run(
-    config: TrainConfig, storage: str | Path, steps: int | None, **changes: Any
+    config: TrainConfig,
+    storage: str | Path,
+    steps: int | None,
+    **changes: Any,
 ) -> TrainConfig:
     """Return a run of one worker and so many steps, evaluated at the last one."""
     return config.replace(
@@ -102,7 +105,10 @@ def check_no_rows_lost(summary: dict[str, Any], *, restarts: int | None = None) 
 
 
 def check_same_run(
-    summary: dict[str, Any], expected: dict[str, Any], *names: str, restarts: int | None = None
+    summary: dict[str, Any],
+    expected: dict[str, Any],
+    *names: str,
+    restarts: int | None = None,
 ) -> None:
     """Check that a run lost and repeated no row, and that its weights and other values equal those
     of another run.
@@ -119,7 +125,12 @@ def check_same_in_two_parts(config: TrainConfig, whole: Result, *, steps: int) -
 
 
 def evaluated_and_predicted(
-    checkpoint: str, log: str, out: Path, *, exclude_seen: bool = True, **options: Any
+    checkpoint: str,
+    log: str,
+    out: Path,
+    *,
+    exclude_seen: bool = True,
+    **options: Any,
 ) -> tuple[dict[str, Any], pa.Table]:
     """Return the metrics of a log and its predictions in order, which are written to OUT."""
     metrics = rayrec.evaluate(checkpoint, log, console=QUIET, **options)

@@ -21,7 +21,8 @@ from rayrec.workloads.base import TrainConfig
 
 USERS = 90
 SCHEMA = Schema(
-    label=None, sequence=SequenceColumns(user="user", item="item", time="time", max_length=8)
+    label=None,
+    sequence=SequenceColumns(user="user", item="item", time="time", max_length=8),
 )
 
 
@@ -42,7 +43,13 @@ def config_of(path: str | None, folder: Path, **changes: Any) -> TrainConfig:
     workload = {"model": SMALL["next_item"]}
     config = recipes.next_item(path, SCHEMA)
     return short_run(
-        config, folder / "runs", 4, batch_size=32, workload=workload, **LEAN, **changes
+        config,
+        folder / "runs",
+        4,
+        batch_size=32,
+        workload=workload,
+        **LEAN,
+        **changes,
     )
 
 
@@ -131,7 +138,9 @@ main()
 
 @pytest.mark.parametrize("phase", ["spill_events", "write_lists", "count_items"])
 def test_run_killed_in_build_resumes(
-    phase: str, trained: tuple[Path, str, Result], tmp_path: Path
+    phase: str,
+    trained: tuple[Path, str, Result],
+    tmp_path: Path,
 ) -> None:
     _, path, run = trained
     config = config_of(path, tmp_path)

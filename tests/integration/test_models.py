@@ -73,7 +73,10 @@ def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> Non
 
     # Evaluated and predicted with: the same scores.
     metrics, predicted = evaluated_and_predicted(
-        whole.checkpoint, log, tmp_path / "scores", recipe=recipe
+        whole.checkpoint,
+        log,
+        tmp_path / "scores",
+        recipe=recipe,
     )
     assert metrics["rows"] == len(predicted) == ROWS
     assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(
@@ -101,7 +104,9 @@ def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> Non
     for place, tolerance in served.items():
         scores = score(make_app(open_served(place, own=own)), text)["scores"]
         np.testing.assert_allclose(
-            scores, sigmoid(predicted["logit"].to_numpy()[:20]), atol=tolerance
+            scores,
+            sigmoid(predicted["logit"].to_numpy()[:20]),
+            atol=tolerance,
         )
 
 
@@ -283,7 +288,8 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "name", ["next_item", "shop", pytest.param("two_tower", marks=pytest.mark.exhaustive)]
+    "name",
+    ["next_item", "shop", pytest.param("two_tower", marks=pytest.mark.exhaustive)],
 )
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
@@ -356,7 +362,11 @@ def _written(table: pa.Table, folder: Path) -> str:
 
 
 def _config(
-    recipe: rayrec.TrainConfig, folder: Path, steps: int, model: Any, **workload: Any
+    recipe: rayrec.TrainConfig,
+    folder: Path,
+    steps: int,
+    model: Any,
+    **workload: Any,
 ) -> rayrec.TrainConfig:
     """Return a run that learns in some seconds, at the same rates however long it is."""
     workload = {
@@ -367,7 +377,12 @@ def _config(
         **workload,
     }
     return short_run(
-        recipe, folder, steps, workload=workload, batch_size=100, min_steps_per_epoch=1
+        recipe,
+        folder,
+        steps,
+        workload=workload,
+        batch_size=100,
+        min_steps_per_epoch=1,
     )
 
 
@@ -379,7 +394,11 @@ def _dlrm(path: str, folder: Path) -> rayrec.TrainConfig:
         top_mlp=(16, 1),
     )
     return _config(
-        recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1}
+        recipes.clicks(path, SCHEMA),
+        folder,
+        120,
+        model,
+        sparse_optimizer={"learning_rate": 0.1},
     )
 
 
@@ -510,7 +529,9 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
             max_auroc_loss=0.01,
         )
         np.testing.assert_allclose(
-            score(make_app(open_served(out)), {"rows": rows})["logits"], logits[:50], atol=tolerance
+            score(make_app(open_served(out)), {"rows": rows})["logits"],
+            logits[:50],
+            atol=tolerance,
         )
     # The history's table is the item's, and stored once.
     manifest = json.loads((tmp_path / "None" / "manifest.json").read_text())
@@ -521,7 +542,8 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     program: dict[str, Any] = {}
     exec(
         f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/None")).replace(
-            "[{}, {}]", repr(rows)
+            "[{}, {}]",
+            repr(rows),
         ),
         program,
     )

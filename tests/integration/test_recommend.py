@@ -55,7 +55,10 @@ def app(checkpoint: str) -> ScoringApp:
 def brute_force(checkpoint: str, history: list[str], left_out: set[str]) -> dict[str, float]:
     """Return the score of each item that is not left out, by the network's answer with all."""
     answer = recommend(
-        make_app(open_served(checkpoint)), [{"history": history}], exclude_seen=False, k=1000
+        make_app(open_served(checkpoint)),
+        [{"history": history}],
+        exclude_seen=False,
+        k=1000,
     )
     found = dict(zip(answer["items"][0], answer["scores"][0], strict=True))
     return {item: value for item, value in found.items() if item not in left_out}
@@ -178,7 +181,10 @@ def test_users_have_histories(checkpoint: str, tmp_path: Path) -> None:
     ],
 )
 def test_unusable_histories_are_rejected(
-    checkpoint: str, columns: Any, message: str, tmp_path: Path
+    checkpoint: str,
+    columns: Any,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     path = write_items(tmp_path / "histories" / "part.parquet", [["8"], ["9"]], **columns)
     models = ReplicaModels(open_served, Counters(), histories=path)
@@ -348,7 +354,11 @@ def test_waiting_requests_are_answered_together(app: ScoringApp) -> None:
         headers = {"content-type": "application/json"}
         sent = [
             request(
-                app, "POST", "/v1/recommend", parts=[json.dumps(content).encode()], headers=headers
+                app,
+                "POST",
+                "/v1/recommend",
+                parts=[json.dumps(content).encode()],
+                headers=headers,
             )
             for content in contents
         ]
@@ -423,7 +433,9 @@ def test_export_has_items_and_recommends(checkpoint: str, app: ScoringApp, tmp_p
 
 
 def test_older_preprocessor_answers_tokens(
-    checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     served = open_served(checkpoint)
     old = Preprocessor(**{**vars_of(served.preprocessor), "names": None})

@@ -93,7 +93,10 @@ def evaluate(checkpoint: str, **options: Any) -> dict[str, Any]:
 
 
 def expected_metrics(
-    counts: Counter[int], left: set[int], relevant: set[int], total: int
+    counts: Counter[int],
+    left: set[int],
+    relevant: set[int],
+    total: int,
 ) -> dict[str, float]:
     """Return recall and NDCG at each k of a row with these candidates, means over orders of tied
     ones.
@@ -192,7 +195,10 @@ def test_slices_follow_lengths_and_first_targets(runs: list[str]) -> None:
     known = {item for items in TRAINED for item in items}
     assert unknown["rows"] == sum(target[0] not in known for target in TARGETS)
     rejects(
-        r"slice_by: length:user: must name a list", evaluate, runs[0], slice_by=("length:user",)
+        r"slice_by: length:user: must name a list",
+        evaluate,
+        runs[0],
+        slice_by=("length:user",),
     )
 
 
@@ -213,7 +219,12 @@ def test_two_models_are_compared_on_their_rows(runs: list[str]) -> None:
 def test_comparison_has_baselines_and_gates(runs: list[str]) -> None:
     gates = rayrec.ComparisonGates(min_ndcg_gain=0.5, max_p_value=0.0001)
     result = rayrec.compare(
-        runs, k=KS, baselines=("ease",), gates=gates, resamples=50, console=QUIET
+        runs,
+        k=KS,
+        baselines=("ease",),
+        gates=gates,
+        resamples=50,
+        console=QUIET,
     )
     names = [model["name"] for model in result["models"]]
     assert names[2:] == ["popularity", "ease"]
@@ -242,7 +253,9 @@ def test_comparison_has_baselines_and_gates(runs: list[str]) -> None:
 
 
 def test_missing_training_log_is_noted(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = write(tmp_path / "log" / "train.parquet", TRAINED)
     later = write(tmp_path / "later" / "valid.parquet", HISTORIES, TARGETS)
@@ -298,7 +311,10 @@ def test_models_ranking_items_per_step_are_rejected(tmp_path: Path) -> None:
             **option,
         )
     rejects(
-        r"k: metrics at k require groups or a retrieval model", evaluate, run.checkpoint, k=(3,)
+        r"k: metrics at k require groups or a retrieval model",
+        evaluate,
+        run.checkpoint,
+        k=(3,),
     )
     rejects(
         r"Only such models can be compared",

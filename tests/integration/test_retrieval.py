@@ -48,7 +48,8 @@ def random_lists(seed: int, *, rows: int, items: int) -> list[list[int | None]]:
 def write_lists(folder: Path, lists: Sequence[Sequence[int | None]]) -> str:
     folder.mkdir()
     pq.write_table(
-        pa.table({"item": pa.array(lists, pa.list_(pa.int64()))}), folder / "log.parquet"
+        pa.table({"item": pa.array(lists, pa.list_(pa.int64()))}),
+        folder / "log.parquet",
     )
     return str(folder)
 
@@ -88,12 +89,18 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     present = present_items(later)
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
     _, predicted = evaluated_and_predicted(
-        complete.checkpoint, before, tmp_path / "scores", exclude_seen=False
+        complete.checkpoint,
+        before,
+        tmp_path / "scores",
+        exclude_seen=False,
     )
     results = []
     unknown = 0
     for items, order, scores in zip(
-        present, predicted["items"].to_pylist(), predicted["scores"].to_pylist(), strict=True
+        present,
+        predicted["items"].to_pylist(),
+        predicted["scores"].to_pylist(),
+        strict=True,
     ):
         # Each candidate once, after empty and unknown histories too
         assert sorted(order) == sorted(vocabulary)
@@ -135,7 +142,8 @@ def test_towers_with_several_item_features_rank_distinct_items(tmp_path: Path) -
     ]
     assert metrics["ndcg_at_5"] == pytest.approx(np.mean([ndcg for ndcg, _ in results]), rel=1e-3)
     assert metrics["recall_at_5"] == pytest.approx(
-        np.mean([recall for _, recall in results]), rel=1e-3
+        np.mean([recall for _, recall in results]),
+        rel=1e-3,
     )
     assert metrics["ndcg_at_5"] < metrics["recall_at_5"] < 1
 
@@ -160,7 +168,12 @@ def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
     table = torch.randn(6, 16)
     table[:2] = 100.0
     items, scores = program(
-        torch.zeros(1, 0), torch.zeros(1, 0), table[ids], torch.tensor([2]), ids, table
+        torch.zeros(1, 0),
+        torch.zeros(1, 0),
+        table[ids],
+        torch.tensor([2]),
+        ids,
+        table,
     )
     assert (sorted(items[0].tolist()), scores.shape) == ([2, 3, 4, 5], (1, 4))
 
@@ -199,7 +212,10 @@ IN_ORDER = [[7, 8], [8, 7]]
     ],
 )
 def test_lists_without_targets_end_run_at_once(
-    lists: Any, later: Any, message: str, tmp_path: Path
+    lists: Any,
+    later: Any,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     log = write_lists(tmp_path / "log", lists)
     evaluated = write_lists(tmp_path / "later", later)
@@ -252,7 +268,8 @@ def test_hashed_items_are_rejected_before_training(tmp_path: Path) -> None:
 
 
 def test_k_above_number_of_items_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = write_lists(tmp_path / "log", IN_ORDER)
     trainer.train(small("next_item", log, tmp_path, 1), console=Console())
@@ -265,7 +282,8 @@ def test_k_above_number_of_items_is_noted(
 def test_summary_names_rows_of_metrics(tmp_path: Path) -> None:
     log = write_lists(tmp_path / "log", [[row, row + 1, row + 2] for row in range(42)])
     with_test = train(
-        small("next_item", log, tmp_path, 1, eval_data={"path": None}), name="held_out"
+        small("next_item", log, tmp_path, 1, eval_data={"path": None}),
+        name="held_out",
     ).summary
     assert (with_test["metrics_set"], with_test["rows_of_sets"]) == (
         "test",

@@ -66,7 +66,11 @@ def saved(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) 
         top_mlp=(32, 1),
     )
     return save_clicks(
-        tmp_path_factory.mktemp("run"), model=model, preprocessor=preprocessor, seed=3, scale=5.0
+        tmp_path_factory.mktemp("run"),
+        model=model,
+        preprocessor=preprocessor,
+        seed=3,
+        scale=5.0,
     )
 
 
@@ -76,7 +80,10 @@ def trained(saved: Saved, index: LogIndex) -> np.ndarray:
     TorchRec's batches.
     """
     order = BlockOrder(
-        tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3
+        tuple(index.parts(0, index.rows)),
+        shuffle="window",
+        seed=5,
+        segments_per_block=3,
     )
     logits = np.full(ROWS, np.nan, np.float32)
     for block in order.blocks(1):
@@ -92,7 +99,10 @@ def trained(saved: Saved, index: LogIndex) -> np.ndarray:
 
 def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     order = BlockOrder(
-        tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2
+        tuple(index.parts(0, index.rows)),
+        shuffle="none",
+        seed=0,
+        segments_per_block=2,
     )
     first_rows = {
         block: tuple(part.segment.first_row for part in block.parts) for block in order.blocks(0)
@@ -112,7 +122,10 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
         "extra": ExtraColumns(pa.schema([])),
     }
     process = _ScoringTask(
-        workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options
+        workload=config.workload,
+        config=config,
+        checkpoint=str(saved.checkpoint),
+        **options,
     )
     scorer = load_scorer(
         config.workload.model,
@@ -129,7 +142,11 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
 
 
 def test_export_and_http(
-    trained: np.ndarray, saved: Saved, index: LogIndex, log: Path, tmp_path: Path
+    trained: np.ndarray,
+    saved: Saved,
+    index: LogIndex,
+    log: Path,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "export"
     export(
@@ -146,7 +163,9 @@ def test_export_and_http(
     lines = log.read_bytes().splitlines(keepends=True)
     answers = [score(app, b"".join(lines[start : start + 1000])) for start in range(0, ROWS, 1000)]
     np.testing.assert_allclose(
-        np.concatenate([answer["logits"] for answer in answers]), trained, atol=TOLERANCE
+        np.concatenate([answer["logits"] for answer in answers]),
+        trained,
+        atol=TOLERANCE,
     )
     assert sum(sum(answer["unknown"]) for answer in answers) > ROWS  # the ways agree on these, too
     without_label = [unlabelled([line]) for line in lines[:500]]

@@ -89,7 +89,8 @@ def gathered_rows_of_ranks(folder: str, rank: int) -> None:
         (rows * factors[rank]).sum().backward()
         assert local_rows.grad is not None
         assert torch.equal(
-            local_rows.grad, sum(factors[1:], factors[0])[starts[rank] : starts[rank + 1]]
+            local_rows.grad,
+            sum(factors[1:], factors[0])[starts[rank] : starts[rank + 1]],
         )
 
 

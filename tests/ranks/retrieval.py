@@ -70,7 +70,9 @@ def _batch(model: Any, schema: Any, step: int, rank: int, size: int) -> Batch:
     count = len(range(rows)[own])
     encoded = EncodedRows(np.empty((count, 0), np.float32), ids)
     return BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables).take(
-        count, loss_weight=size / rows, first_row=sum(ROWS[:step])
+        count,
+        loss_weight=size / rows,
+        first_row=sum(ROWS[:step]),
     )
 
 

@@ -36,7 +36,10 @@ def test_targets_are_parsed_as_items(schema: Schema) -> None:
 
 def test_events_have_columns_and_form_of_log(schema: Schema) -> None:
     expected = Schema(
-        label=None, sparse=("who", "film", "action"), timestamp="at", integers=("who", "film")
+        label=None,
+        sparse=("who", "film", "action"),
+        timestamp="at",
+        integers=("who", "film"),
     )
     assert schema.events == expected
     assert schema.events.format == "csv"
@@ -98,7 +101,9 @@ EVENTS = "label: null\nsequence: {user: u, item: i, time: t}\n"
         pytest.param(EVENTS + "split: {kind: last}", "SequenceSplit.kind", id="kind"),
         pytest.param(EVENTS + "split: {kind: time}", "a duration such as 60d", id="duration"),
         pytest.param(
-            EVENTS + "split: {kind: time, test: 5 days, validation: 1d}", "got '5 days'", id="unit"
+            EVENTS + "split: {kind: time, test: 5 days, validation: 1d}",
+            "got '5 days'",
+            id="unit",
         ),
         pytest.param(EVENTS + "split: {validation: 0}", "a number of items, got 0", id="none"),
         pytest.param("label: null\nsparse: [a]\nsplit: {test: 1}", "needs sequence", id="split"),

@@ -117,13 +117,16 @@ def schema(
     *,
     out: Annotated[str | None, Argument("new YAML file; default: standard output", "FILE")] = None,
     label: Annotated[
-        str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")
+        str | None,
+        Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN"),
     ] = None,
     tables: Annotated[
-        Sequence[str], Argument("side tables with columns of items or users, in any format", "PATH")
+        Sequence[str],
+        Argument("side tables with columns of items or users, in any format", "PATH"),
     ] = (),
     events: Annotated[
-        bool, Argument("lists of items to recommend from, whatever label the log has")
+        bool,
+        Argument("lists of items to recommend from, whatever label the log has"),
     ] = False,
     console: "Console | None" = None,
 ) -> str | None:
@@ -179,7 +182,11 @@ def features(
 
 
 def draft_schema(
-    path: Any, *, label: str | None = None, tables: Sequence[str] = (), events: bool = False
+    path: Any,
+    *,
+    label: str | None = None,
+    tables: Sequence[str] = (),
+    events: bool = False,
 ) -> "Schema":
     """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
 
@@ -224,7 +231,8 @@ def validate(
     path: LogPath,
     *,
     preprocessor: Annotated[
-        str | None, Argument("Preprocessor folder, to count unknown categories", "DIR")
+        str | None,
+        Argument("Preprocessor folder, to count unknown categories", "DIR"),
     ] = None,
     gates: "Gates | None" = None,
     console: "Console | None" = None,
@@ -382,7 +390,8 @@ def vocabulary(
 )
 def preprocess(
     path: Annotated[
-        str, Argument("click log, or plain text for mds: file, glob or folder", "PATH")
+        str,
+        Argument("click log, or plain text for mds: file, glob or folder", "PATH"),
     ],
     *,
     out: NewFolder,
@@ -395,10 +404,12 @@ def preprocess(
         ),
     ],
     preprocessor: Annotated[
-        str | None, Argument("Preprocessor folder; by default, categories are counted first", "DIR")
+        str | None,
+        Argument("Preprocessor folder; by default, categories are counted first", "DIR"),
     ] = None,
     shuffle: Annotated[
-        Literal["none", "full"], Argument("full shuffles the training rows over the full log")
+        Literal["none", "full"],
+        Argument("full shuffles the training rows over the full log"),
     ] = "none",
     seed: Annotated[int, Argument("seed of the shuffle")] = 0,
     recipe: RecipeOptions = None,
@@ -485,7 +496,10 @@ def adopt(
             "checkpoint"
         )
     return adopt_dlrm(
-        path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks")
+        path,
+        out=out,
+        preprocessor=adoption.preprocessor,
+        config=named_configuration("clicks"),
     )
 
 
@@ -544,7 +558,10 @@ def _preparation(options: dict[str, Any], recipe: str | None = None) -> "Prepara
     memory_bytes = workload.vocabulary_memory_bytes
     return updated(
         RecipePreparation.from_preset(
-            workload.preset, schema=workload.schema, memory_bytes=memory_bytes, **named
+            workload.preset,
+            schema=workload.schema,
+            memory_bytes=memory_bytes,
+            **named,
         ),
         options,
     )

@@ -52,7 +52,8 @@ def evaluate(
     path: OptionalInputRows = None,
     *,
     report: Annotated[
-        str | None, Argument("output file (.html) or folder of a page with the result", "FILE")
+        str | None,
+        Argument("output file (.html) or folder of a page with the result", "FILE"),
     ] = None,
     recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
@@ -203,12 +204,21 @@ def predict(
     if out is None:
         persistent = _persistent_path(path, checkpoint, config, settings.keep)
         return prediction.predict(
-            checkpoint, persistent, config=config, options=settings, console=_console(console)
+            checkpoint,
+            persistent,
+            config=config,
+            options=settings,
+            console=_console(console),
         )
     with _input_path(path, checkpoint, config, labelled=False, extra=settings.keep) as located:
         assert located is not None
         return prediction.predict_to(
-            checkpoint, located, out, config=config, options=settings, console=_console(console)
+            checkpoint,
+            located,
+            out,
+            config=config,
+            options=settings,
+            console=_console(console),
         )
 
 
@@ -221,7 +231,10 @@ def predict_to(checkpoint: str, path: str, *, out: str, **options: Any) -> dict[
 
 @command("Score", examples=("rayrec ensemble runs/one runs/two --out both",))
 def ensemble(
-    checkpoints: Checkpoints, *, out: NewFolder, recipe: CustomRecipes = None
+    checkpoints: Checkpoints,
+    *,
+    out: NewFolder,
+    recipe: CustomRecipes = None,
 ) -> dict[str, Any]:
     """Merge several click models into one, usable like any other model.
 
@@ -232,7 +245,9 @@ def ensemble(
     from rayrec.inference.ensemble import ensemble as run
 
     return run(
-        checkpoints, out, configs=[_recipe_config(checkpoint, recipe) for checkpoint in checkpoints]
+        checkpoints,
+        out,
+        configs=[_recipe_config(checkpoint, recipe) for checkpoint in checkpoints],
     )
 
 
@@ -242,7 +257,11 @@ def ensemble(
     examples=("rayrec export runs/demo --out exported --quantize int8",),
 )
 def export(
-    checkpoint: Checkpoint, *, out: NewFolder, recipe: CustomRecipe = None, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    out: NewFolder,
+    recipe: CustomRecipe = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write a model as a folder for other tools.
 
@@ -296,7 +315,10 @@ def _input_path(
 
 
 def _persistent_path(
-    path: Any, checkpoint: str, config: "TrainConfig", extra: Sequence[str]
+    path: Any,
+    checkpoint: str,
+    config: "TrainConfig",
+    extra: Sequence[str],
 ) -> str:
     """Return a path unchanged, else that of a folder with the given rows, which exists as long as
     this process, because a lazy Dataset reads it. Raises InputError.
@@ -317,7 +339,11 @@ def _persistent_path(
 
 
 def _destination(
-    path: Any, checkpoint: str, config: "TrainConfig", *, labelled: bool
+    path: Any,
+    checkpoint: str,
+    config: "TrainConfig",
+    *,
+    labelled: bool,
 ) -> dict[str, Any]:
     """Return the schema of the columns to write, and a folder that all scoring processes can read.
     Raises InputError.

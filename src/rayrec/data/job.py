@@ -148,7 +148,10 @@ class ResumableJob:
         finished = self.finished(kind, items)
         # Results come in the order of the items, so `next` belongs to the first unfinished one.
         tables = engine.run(
-            kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16
+            kind,
+            task,
+            [item for item in items if item.number not in finished],
+            block_bytes=1 << 16,
         )
         for done, item in enumerate(items, start=1):
             yield finished[item.number] if item.number in finished else parse_reply(next(tables))
@@ -157,7 +160,10 @@ class ResumableJob:
 
 @contextmanager
 def resumable_job(
-    out: str, job_inputs: dict[str, Any], *, last_file: str | None
+    out: str,
+    job_inputs: dict[str, Any],
+    *,
+    last_file: str | None,
 ) -> Iterator[ResumableJob]:
     """Create the folder `out` with the tasks run in this context; it appears on exit without an
     error. After an error the partial folder stays for the same call to resume, unless no task is

@@ -448,7 +448,8 @@ class LogSource:
             return
         wrong_labels = faults.wrong_labels(with_rule=is_table(files, schema))
         if wrong_labels and faults.counts[LABEL_FAULT] > max(
-            _MANY_WRONG_LABELS, max_bad_fraction
+            _MANY_WRONG_LABELS,
+            max_bad_fraction,
         ) * (rows + faults.total):
             raise InputError(f"{first.path}: {wrong_labels}")
 

@@ -65,7 +65,11 @@ class RangeTables:
     """
 
     def __init__(
-        self, part: TableRange, schema: Schema, *, columns: Sequence[str] | None = None
+        self,
+        part: TableRange,
+        schema: Schema,
+        *,
+        columns: Sequence[str] | None = None,
     ) -> None:
         """Read the columns of file and partitions with names in `columns`; None reads all."""
         self._columns = columns
@@ -183,7 +187,8 @@ def cut_files(
 
 
 def table_ranges(
-    files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]
+    files: Sequence[storage.File],
+    cuts: Sequence[Sequence[tuple[int, int]]],
 ) -> list[TableRange]:
     """Return the ranges of all files, numbered in order."""
     ranges: list[TableRange] = []

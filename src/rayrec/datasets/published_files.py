@@ -120,7 +120,8 @@ def require_files(
 
 
 def _note_unlikely_sizes(
-    files: Mapping[RemoteFile, storage.File], note: Callable[[str], None]
+    files: Mapping[RemoteFile, storage.File],
+    note: Callable[[str], None],
 ) -> None:
     for file, present in files.items():
         sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}

@@ -100,7 +100,11 @@ def evaluate(
         result = {**_metrics(opened, console), **training_rows, **opened.described}
     if options.importance:
         result["importance"] = measure_importance(
-            opened, config, options, path=path, console=console
+            opened,
+            config,
+            options,
+            path=path,
+            console=console,
         )
     return json_values(result)
 
@@ -131,7 +135,10 @@ def _click_report(
         assert other is not None
         compared = _open_other(request, options, opened, other)
     baselines = _open_baselines(
-        _click_baselines(options.baselines), request.config, opened, max_rows=options.baseline_rows
+        _click_baselines(options.baselines),
+        request.config,
+        opened,
+        max_rows=options.baseline_rows,
     )
     scored = scored_rows(opened, request.console, keys=options.slice_by)
     other_logits = None
@@ -165,7 +172,9 @@ def _click_report(
 
 
 def _slice_reports(
-    scored: ScoredRows, measured: _Measured, console: Console
+    scored: ScoredRows,
+    measured: _Measured,
+    console: Console,
 ) -> dict[str, list[dict[str, Any]]]:
     options = measured.options
     reports: dict[str, list[dict[str, Any]]] = {by: [] for by in options.slice_by}
@@ -181,7 +190,10 @@ def _slice_reports(
 
 
 def _training_rows(
-    job: ScoringJob, config: TrainConfig, path: str | None, console: Console
+    job: ScoringJob,
+    config: TrainConfig,
+    path: str | None,
+    console: Console,
 ) -> int | None:
     """Return how many rows of a job its model was trained on, None if unknown. Warns of any."""
     if path is None:
@@ -221,7 +233,11 @@ def _click_baselines(names: Sequence[BaselineKind] | None) -> tuple[Kind, ...]:
 
 
 def _open_baselines(
-    kinds: tuple[Kind, ...], config: TrainConfig, job: ScoringJob, *, max_rows: int
+    kinds: tuple[Kind, ...],
+    config: TrainConfig,
+    job: ScoringJob,
+    *,
+    max_rows: int,
 ) -> dict[Kind, Baselines]:
     """Return the training rows of each baseline, which all share. Empty without baselines."""
     if not kinds:
@@ -262,12 +278,17 @@ def _check_supported(opened: ScoringJob, config: TrainConfig, options: Evaluatio
 
 
 def _open_other(
-    request: ScoringRequest, options: EvaluationConfig, opened: ScoringJob, other: TrainConfig
+    request: ScoringRequest,
+    options: EvaluationConfig,
+    opened: ScoringJob,
+    other: TrainConfig,
 ) -> ScoringJob:
     """Open the checkpoint to compare with. Raises InputError if it is of another kind."""
     assert options.compare is not None
     compared = replace(request, checkpoint=options.compare, config=other).open(
-        evaluating=True, spare_cpus=0, ks=options.k
+        evaluating=True,
+        spare_cpus=0,
+        ks=options.k,
     )
     if compared.scoring.is_ranking != opened.scoring.is_ranking:
         raise InputError(
@@ -342,7 +363,8 @@ class _Measured:
         if self.other_logits is not None:
             both = [self.logits, self.other_logits]
             differences = compare_models(both, self.labels, self.options.resampling).differences[
-                0, 1
+                0,
+                1,
             ]
             result["compared"] = {
                 **self._metrics(self.other_logits),
@@ -630,7 +652,10 @@ def model_cost(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "multiply_adds": network_multiply_adds(
-            network, inputs, config.workload.model, num_embeddings=preprocessor.num_embeddings
+            network,
+            inputs,
+            config.workload.model,
+            num_embeddings=preprocessor.num_embeddings,
         ),
     }
 

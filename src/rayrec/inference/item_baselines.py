@@ -57,7 +57,10 @@ class ItemRows:
 
 
 def trained_items(
-    rows: EncodedRows, feature: str, preprocessor: Preprocessor, candidates: CandidateRows
+    rows: EncodedRows,
+    feature: str,
+    preprocessor: Preprocessor,
+    candidates: CandidateRows,
 ) -> ItemNumbers:
     """Return all known items of training rows."""
     lists = item_lists(rows, feature, preprocessor)
@@ -68,7 +71,10 @@ def trained_items(
 
 
 def evaluated_items(
-    rows: EncodedRows, feature: str, preprocessor: Preprocessor, candidates: CandidateRows
+    rows: EncodedRows,
+    feature: str,
+    preprocessor: Preprocessor,
+    candidates: CandidateRows,
 ) -> ItemRows:
     """Return the history, targets and seen items of evaluated rows, as a model's measures have
     them.
@@ -158,7 +164,11 @@ class ItemBaselines:
 
         shape = (items.rows, self.ranking.candidates)
         measures = tiled_rank_measures(
-            scores, items.targets, shape=shape, ks=self.ranking.ks, seen=items.seen
+            scores,
+            items.targets,
+            shape=shape,
+            ks=self.ranking.ks,
+            seen=items.seen,
         )
         return {name: values.numpy() for name, values in measures.items()}
 
@@ -216,6 +226,9 @@ def open_item_baselines(
 
 
 def _opened(
-    data: DataConfig, preprocessor: Preprocessor, cache: str, config: TrainConfig
+    data: DataConfig,
+    preprocessor: Preprocessor,
+    cache: str,
+    config: TrainConfig,
 ) -> LogIndex:
     return open_run_log(data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction)

@@ -154,7 +154,8 @@ class Parts:
         if self._number:  # All files but the last one are full
             filesystem, inner = storage.resolve(storage.join(folder.path, _name(self._number - 1)))
             self.rows += (self._number - 1) * PART_ROWS + pq.read_metadata(
-                inner, filesystem=filesystem
+                inner,
+                filesystem=filesystem,
             ).num_rows
 
     def __enter__(self) -> Parts:
@@ -224,7 +225,8 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
                     )
                 # A single chunk, because chunk boundaries would change the bytes of the file.
                 writer.write_table(
-                    merged.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS
+                    merged.slice(0, GROUP_ROWS).combine_chunks(),
+                    row_group_size=GROUP_ROWS,
                 )
                 waiting = [merged.slice(GROUP_ROWS)]
                 num_waiting = len(waiting[0])

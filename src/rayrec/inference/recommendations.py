@@ -197,7 +197,9 @@ class Evaluated:
 
 
 def recommendation_report(
-    evaluated: Evaluated, options: EvaluationConfig, other: Evaluated | None
+    evaluated: Evaluated,
+    options: EvaluationConfig,
+    other: Evaluated | None,
 ) -> dict[str, Any]:
     """Return the metrics of a retrieval model with everything that the options add, and baselines.
     Raises InputError if the other model's rows have other targets.
@@ -219,7 +221,8 @@ def recommendation_report(
         ]
     if options.confidence is not None or other is not None:
         compared = compare_means(
-            [each.values for each in (*models, *baselines.values())], options.resampling
+            [each.values for each in (*models, *baselines.values())],
+            options.resampling,
         )
         _add_differences(result, compared, options)
         result["resampling"] = vars(options.resampling)
@@ -229,7 +232,9 @@ def recommendation_report(
 
 
 def _add_differences(
-    result: dict[str, Any], compared: Comparison, options: EvaluationConfig
+    result: dict[str, Any],
+    compared: Comparison,
+    options: EvaluationConfig,
 ) -> None:
     """Add the intervals of the model, and those of its difference to others: to another model, and
     to baselines.
@@ -245,7 +250,9 @@ def _add_differences(
 
 
 def _slice_reports(
-    models: Sequence[MeasuredRows], options: EvaluationConfig, console: Console
+    models: Sequence[MeasuredRows],
+    options: EvaluationConfig,
+    console: Console,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the slices of each `slice_by` with the metrics of the model, and their differences to
     another model.
@@ -335,7 +342,10 @@ _COSTS: Final = ("checkpoint", "parameters", "multiply_adds", "rows_per_s")
 
 
 def _failures(
-    gates: ComparisonGates, reports: Sequence[dict[str, Any]], compared: Comparison, last: int
+    gates: ComparisonGates,
+    reports: Sequence[dict[str, Any]],
+    compared: Comparison,
+    last: int,
 ) -> list[str]:
     """Return failed gates on the NDCG difference of the last and first model, a line each."""
     if not last:

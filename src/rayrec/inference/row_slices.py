@@ -20,7 +20,9 @@ def without_shared_memory(values: pa.Array) -> pa.Array:
         return pa.DictionaryArray.from_arrays(without_shared_memory(values.indices), dictionary)
     missing = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
     return pa.array(
-        values.fill_null(0).to_numpy(zero_copy_only=False).copy(), values.type, mask=missing
+        values.fill_null(0).to_numpy(zero_copy_only=False).copy(),
+        values.type,
+        mask=missing,
     )
 
 

@@ -133,7 +133,10 @@ class _ScoringProcess:
     """
 
     def __init__(
-        self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int
+        self,
+        load: Callable[[Device], Callable[[int], pa.Table]],
+        device: Device,
+        threads: int,
     ) -> None:
         import torch
 
@@ -155,7 +158,11 @@ class _ScoringProcess:
 
 
 def scored_dataset(
-    scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0
+    scoring: Scoring,
+    *,
+    pool: Pool,
+    device: Device,
+    first_block: int = 0,
 ) -> ray.data.Dataset:
     """Return a lazy Dataset with the scores of each block of rows, in order, from block
     `first_block`. Its input, the block numbers, is in the object store. No task feeds the pool, so
@@ -184,7 +191,11 @@ def scored_dataset(
 
 
 def scored_tables(
-    scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0
+    scoring: Scoring,
+    *,
+    pool: Pool,
+    device: Device,
+    first_block: int = 0,
 ) -> Iterator[pa.Table]:
     """Yield the scores of each block of rows, in order, from block `first_block`. Equal to those of
     Ray processes.
@@ -248,7 +259,11 @@ class ScoringJob:
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
     def tables(
-        self, console: Console, *, title: str = "score (rows)", first_row: int = 0
+        self,
+        console: Console,
+        *,
+        title: str = "score (rows)",
+        first_row: int = 0,
     ) -> Iterator[pa.Table]:
         """Yield the scores from a row on, in order, with progress on the console, and a warning if
         many numbers were clipped.
@@ -268,14 +283,19 @@ class ScoringJob:
     def _tables(self, first_block: int) -> Iterator[pa.Table]:
         if not self.on_ray:
             yield from scored_tables(
-                self.scoring, first_block=first_block, pool=self.pool, device=self.device
+                self.scoring,
+                first_block=first_block,
+                pool=self.pool,
+                device=self.device,
             )
             return
         from rayrec.ingest.ray_engine import input_errors
 
         with input_errors():
             for table in self.dataset(first_block).iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=2
+                batch_size=None,
+                batch_format="pyarrow",
+                prefetch_batches=2,
             ):
                 assert isinstance(table, pa.Table)
                 yield table
@@ -405,7 +425,9 @@ class ScoringRequest:
 
         cluster = self.config.cluster
         connection.connect(
-            cluster.address, **cluster.connection, log_to_driver=self.console.verbose
+            cluster.address,
+            **cluster.connection,
+            log_to_driver=self.console.verbose,
         )
         if not connection.is_local_ray():
             require_reachable((self.checkpoint, self._path()))

@@ -111,7 +111,10 @@ class _RunRows:
 
     @classmethod
     def open(
-        cls, config: TrainConfig, checkpoint: str, preprocessor: Preprocessor
+        cls,
+        config: TrainConfig,
+        checkpoint: str,
+        preprocessor: Preprocessor,
     ) -> _RunRows | None:
         """Open the log of a checkpoint's run. Returns None if its files changed since the run
         finished.
@@ -153,7 +156,9 @@ class _RunRows:
         return matching, unknown
 
     def count_repeated(
-        self, unknown: Sequence[SegmentRange], preprocessor: Preprocessor
+        self,
+        unknown: Sequence[SegmentRange],
+        preprocessor: Preprocessor,
     ) -> int | None:
         """Return how many of these rows are training rows; see `count_training_rows`."""
         num_train = self.train[1] - self.train[0]

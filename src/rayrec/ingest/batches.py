@@ -64,7 +64,11 @@ class ArrayBatches:
     """Batches of numbered rows, read ahead by a thread or, with an engine, by its data tasks."""
 
     def __init__(
-        self, source: RowSource, *, max_prefetch: int = 2, engine: StreamEngine | None = None
+        self,
+        source: RowSource,
+        *,
+        max_prefetch: int = 2,
+        engine: StreamEngine | None = None,
     ) -> None:
         self._reader = NumberedSource(source, engine, max(1, max_prefetch))
         self._rows: RowStream | None = None
@@ -179,7 +183,12 @@ class ClickBatches:
     """Batches of a click log, sliced from encoded rows."""
 
     def __init__(
-        self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any
+        self,
+        source: TaskSource | MappedSource,
+        inputs: Schema,
+        *,
+        pinned: int = 0,
+        **slicing: Any,
     ) -> None:
         """Configure the reader. `pinned` is the number of batches that a thread prepares in pinned
         memory, for asynchronous copies to a GPU. 0 makes batches on `next`, in pageable memory.
@@ -188,7 +197,10 @@ class ClickBatches:
         self._source = source
         self._num_pinned = pinned
         self._slicer = functools.partial(
-            BatchSlicer, inputs=inputs, pin_constants=bool(pinned), **slicing
+            BatchSlicer,
+            inputs=inputs,
+            pin_constants=bool(pinned),
+            **slicing,
         )
         self._rows: RowStream | None = None
         self._pinned: Prefetcher[Batch] | None = None
@@ -201,7 +213,8 @@ class ClickBatches:
             return batches
         # Pinning copies, and the thread that launches kernels has no time for it.
         self._pinned = Prefetcher(
-            (batch.pin_memory() for batch in batches), max_prefetch=self._num_pinned
+            (batch.pin_memory() for batch in batches),
+            max_prefetch=self._num_pinned,
         )
         return self._pinned
 
@@ -214,7 +227,10 @@ class ClickBatches:
     close = stop
 
     def _slice(
-        self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], sharding: BatchSharding
+        self,
+        rows: Iterator[EncodedRows],
+        plans: Plans[BlockPlan],
+        sharding: BatchSharding,
     ) -> Iterator[Batch]:
         slicer = self._slicer(rows=rows)
         for plan, steps in plans():
@@ -328,7 +344,11 @@ class BatchSlicer:
         )
 
     def _sequences(
-        self, ids: Sequence[Ids], count: int, *, step: tuple[int, int]
+        self,
+        ids: Sequence[Ids],
+        count: int,
+        *,
+        step: tuple[int, int],
     ) -> KeyedJaggedTensor | None:
         """Return the ids of unpooled features and full tables. An empty batch gets one row of empty
         lists, because TorchRec cannot exchange unpooled embeddings of zero rows.
@@ -349,14 +369,21 @@ class BatchSlicer:
         return sparse_features(keys, columns, max(count, 1))
 
     def _features(
-        self, ids: Sequence[Ids], numbers: Sequence[int], count: int
+        self,
+        ids: Sequence[Ids],
+        numbers: Sequence[int],
+        count: int,
     ) -> KeyedJaggedTensor | None:
         """Return the ids of the features with these numbers."""
         if not numbers:
             return None
         if len(numbers) == len(ids):
             features = sparse_features(
-                self._keys, ids, count, self._constant, weighted=self._weighted
+                self._keys,
+                ids,
+                count,
+                self._constant,
+                weighted=self._weighted,
             )
             if self._pin_constants and count in self._constant:
                 lengths, offsets = self._constant[count]
@@ -365,7 +392,10 @@ class BatchSlicer:
             return features
         keys = [self._keys[number] for number in numbers]
         return sparse_features(
-            keys, [ids[number] for number in numbers], count, weighted=self._weighted
+            keys,
+            [ids[number] for number in numbers],
+            count,
+            weighted=self._weighted,
         )
 
     def _ids(self, slices: Sequence[_Slice], count: int) -> Sequence[Ids]:
@@ -474,7 +504,9 @@ def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _lengths_and_offsets(
-    columns: Sequence[Ids], rows: int, num_ids: int
+    columns: Sequence[Ids],
+    rows: int,
+    num_ids: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = torch.from_numpy(
         np.concatenate([np.empty(0, np.int32), *(_lengths(column, rows) for column in columns)])

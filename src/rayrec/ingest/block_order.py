@@ -266,7 +266,9 @@ class BlockOrder:
                 base = self.parts[number].start - starts[number]
                 chosen.append(
                     replace(
-                        part, start=max(part.start, base + first), stop=min(part.stop, base + stop)
+                        part,
+                        start=max(part.start, base + first),
+                        stop=min(part.stop, base + stop),
                     )
                 )
                 number += 1
@@ -275,7 +277,9 @@ class BlockOrder:
     def plan(self, position: Position, sharding: BatchSharding) -> BlockPlan:
         blocks = self.blocks(position.epoch) if position.world_size else ()
         start = position.for_workers(
-            blocks, world_size=sharding.world_size, batch_size=sharding.batch_size
+            blocks,
+            world_size=sharding.world_size,
+            batch_size=sharding.batch_size,
         )
         return BlockPlan(self, start, sharding.rank)
 
@@ -319,7 +323,8 @@ def full_epoch(blocks: Sequence[Block]) -> list[BlockRange]:
 
 
 def shard_block_ranges(
-    block_ranges: Sequence[BlockRange], world_size: int
+    block_ranges: Sequence[BlockRange],
+    world_size: int,
 ) -> list[list[BlockRange]]:
     """Shard block ranges round-robin, then move rows from the ends of longer shards to shorter
     ones, so that sizes differ by at most one row. Assigns each row exactly once. Pure.
@@ -430,7 +435,8 @@ class Position:
     def shards(self, blocks: Sequence[Block]) -> list[list[BlockRange]]:
         """Return the shard of each worker, including rows already used."""
         return shard_block_ranges(
-            full_epoch(blocks) if self.block_ranges is None else self.block_ranges, self.world_size
+            full_epoch(blocks) if self.block_ranges is None else self.block_ranges,
+            self.world_size,
         )
 
 
@@ -473,7 +479,8 @@ class BlockPlan:
         blocks = self.order.blocks(self.epoch)
         left = self._worker_rows_until(steps) - self._worker_rows_until(0)
         for block_range in skip_rows(
-            self.start.shards(blocks)[self.rank], self._worker_rows_until(0)
+            self.start.shards(blocks)[self.rank],
+            self._worker_rows_until(0),
         ):
             if left <= 0:
                 break

@@ -180,7 +180,11 @@ def corrected_softmax(
 
 
 def pool_probabilities(
-    frequencies: torch.Tensor, *, from_batch: int, uniform: int, num_items: int
+    frequencies: torch.Tensor,
+    *,
+    from_batch: int,
+    uniform: int,
+    num_items: int,
 ) -> torch.Tensor:
     """Return the probabilities of items in a pool, in which `from_batch` items come by their
     frequencies [items], and `uniform` items have equal probabilities among `num_items`.
@@ -211,7 +215,10 @@ def cosine_contrastive(
 
 
 def dots(
-    states: torch.Tensor, vectors: torch.Tensor, *, dtype: torch.dtype = torch.float32
+    states: torch.Tensor,
+    vectors: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return the score of each target's vector, float32 [targets]. Both are rounded to `dtype`."""
     wide = _wide(dtype)

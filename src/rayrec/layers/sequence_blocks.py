@@ -98,7 +98,11 @@ class ListElements:
         self.groups = _groups(ordered)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention: Attention,
     ) -> torch.Tensor:
         """Return the attention of each element to its list's elements up to it, [elements, heads *
         width]. Queries, keys and values are [elements, heads, width].
@@ -187,7 +191,11 @@ def softmax_attention(dropout: float) -> Attention:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not dropout or not query.is_cpu:
             return functional.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=True,
             )
         width = query.shape[2]
         is_later = torch.ones(width, width, dtype=torch.bool).triu(1)
@@ -237,14 +245,21 @@ def by_distance(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def linear(
-    inputs: torch.Tensor, layer: nn.Linear, dtype: torch.dtype, *, relu: bool = False
+    inputs: torch.Tensor,
+    layer: nn.Linear,
+    dtype: torch.dtype,
+    *,
+    relu: bool = False,
 ) -> torch.Tensor:
     """Return the layer's product with `inputs` [elements, in_features], in the dtype."""
     return linear_stack(inputs, [layer.weight, layer.bias], relus=(relu,), dtype=dtype)
 
 
 def joint_projection(
-    query: torch.Tensor, memory: torch.Tensor, layer: nn.Linear, dtype: torch.dtype
+    query: torch.Tensor,
+    memory: torch.Tensor,
+    layer: nn.Linear,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return queries, keys and values side by side, [elements, 3 * dim], the queries from `query`,
     keys and values from `memory`, [elements, dim] both.
@@ -256,7 +271,10 @@ def joint_projection(
     return torch.cat(
         [
             linear_stack(
-                inputs, [layer.weight[part], layer.bias[part]], relus=(False,), dtype=dtype
+                inputs,
+                [layer.weight[part], layer.bias[part]],
+                relus=(False,),
+                dtype=dtype,
             )
             for inputs, part in zip((query, memory), parts, strict=True)
         ],
@@ -265,7 +283,11 @@ def joint_projection(
 
 
 def attended(
-    elements: ListElements, projected: torch.Tensor, *, heads: int, attention: Attention
+    elements: ListElements,
+    projected: torch.Tensor,
+    *,
+    heads: int,
+    attention: Attention,
 ) -> torch.Tensor:
     """Return the attention of queries, keys and values that are side by side, [elements, 3 * dim],
     as [elements, dim].

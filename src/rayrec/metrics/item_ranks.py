@@ -155,7 +155,10 @@ def rank_measures(
 
 
 def _row_measures(
-    logits: torch.Tensor, targets: ItemNumbers, ks: Sequence[int], seen: ItemNumbers | None
+    logits: torch.Tensor,
+    targets: ItemNumbers,
+    ks: Sequence[int],
+    seen: ItemNumbers | None,
 ) -> dict[str, torch.Tensor]:
     """Return `rank_measures` and the best candidates, `RECOMMENDED`, of logits that are -inf for
     seen items.
@@ -185,7 +188,9 @@ def _row_measures(
 
 
 def _are_among(
-    items: ItemNumbers, other_items: ItemNumbers | None, shape: tuple[int, ...]
+    items: ItemNumbers,
+    other_items: ItemNumbers | None,
+    shape: tuple[int, ...],
 ) -> torch.Tensor:
     """Return whether each item is one of the other items of its row, bool [items]."""
     if other_items is None:
@@ -230,7 +235,8 @@ class _Best:
         k = self._k
         if self._scores.isnan().any():
             return top_items(
-                self._logits.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), k
+                self._logits.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf),
+                k,
             )
         numbers = self._numbers[:, :k]
         if self._scores.shape[1] > k:

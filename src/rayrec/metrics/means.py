@@ -63,7 +63,10 @@ class LabelsAccumulator:
         return self._main.rows
 
     def update(
-        self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None
+        self,
+        logits: Mapping[str, Any],
+        labels: Mapping[str, Any],
+        groups: Any = None,
     ) -> None:
         """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one.
         `groups`: None if no rows.

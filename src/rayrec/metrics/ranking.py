@@ -61,7 +61,11 @@ def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
 
 
 def ranking_metrics(
-    groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS
+    groups: Any,
+    logits: Any,
+    labels: Any,
+    *,
+    ks: Sequence[int] = DEFAULT_KS,
 ) -> dict[str, float]:
     """Return `gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then
     `mrr` and `ranked_groups`. These are unweighted means over the `ranked_groups` groups with at
@@ -167,7 +171,10 @@ class _Sums:
                 self._round_sums += values
 
     def _summed(
-        self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range
+        self,
+        ranked: npt.NDArray[np.uint64],
+        starts: npt.NDArray[np.int64],
+        turn: range,
     ) -> list[list[float]]:
         """Return the sums of some parts. Their order, and thus the thread count, does not affect
         `math.fsum`.
@@ -215,7 +222,9 @@ class _Sums:
         }
         for index, k in enumerate(self._ks.tolist()):
             for name, total in zip(
-                ("ndcg", "recall", "hit_rate"), at_ks[3 * index : 3 * index + 3], strict=True
+                ("ndcg", "recall", "hit_rate"),
+                at_ks[3 * index : 3 * index + 3],
+                strict=True,
             ):
                 results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
         return {

@@ -98,7 +98,10 @@ def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tup
 
 
 def compare(
-    logits: Any, other_logits: Any, labels: Any, resampling: Resampling
+    logits: Any,
+    other_logits: Any,
+    labels: Any,
+    resampling: Resampling,
 ) -> dict[str, Difference]:
     """Compare two models on the same rows with `compare_models`. NaN for undefined metrics and, as
     in `intervals`, too few rows.
@@ -149,7 +152,11 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
             low, high = _percentiles(resampled_difference, resampling.confidence)
             method: Method = "delong" if name == "auroc" else "bootstrap"
             pair[name] = Difference(
-                difference, low, high, _bootstrap_p_value(resampled_difference), method
+                difference,
+                low,
+                high,
+                _bootstrap_p_value(resampled_difference),
+                method,
             )
         differences[one, other] = pair
     model_intervals = [
@@ -223,12 +230,14 @@ class _Model:
         """
         sorted_negatives, sorted_positives = self._sorted
         positive_placements = _unsorted(
-            self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives)))
+            self.positives,
+            (self.below + self.upto) / (2 * max(1, len(self.negatives))),
         )
         below, upto = _count_below(sorted_positives, sorted_negatives)
         num_positives = max(1, len(self.positives))
         return positive_placements, _unsorted(
-            self.negatives, 1 - (below + upto) / (2 * num_positives)
+            self.negatives,
+            1 - (below + upto) / (2 * num_positives),
         )
 
 
@@ -243,7 +252,8 @@ def _product(first: Array, second: Array) -> np.float64:
 
 
 def _sorted_rows(
-    logits: Floats, rows: npt.NDArray[np.int64]
+    logits: Floats,
+    rows: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the rows by ascending logit, and these logits."""
     order = rows[np.argsort(logits[rows], kind="stable")]
@@ -251,11 +261,14 @@ def _sorted_rows(
 
 
 def _count_below(
-    sorted_values: Floats, values: Floats
+    sorted_values: Floats,
+    values: Floats,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the number of `sorted_values` below, and not above, each of the sorted `values`."""
     return np.searchsorted(sorted_values, values, side="left"), np.searchsorted(
-        sorted_values, values, side="right"
+        sorted_values,
+        values,
+        side="right",
     )
 
 
@@ -285,7 +298,9 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
 
 
 def _resample(
-    metrics: Callable[[npt.NDArray[np.uint8]], Array], rows: int, resampling: Resampling
+    metrics: Callable[[npt.NDArray[np.uint8]], Array],
+    rows: int,
+    resampling: Resampling,
 ) -> Array:
     """Return the metrics for the row weights of each resample, float64 [resamples, ...]."""
     table = _poisson_table()
@@ -373,7 +388,11 @@ def _delong(first: Placements, second: Placements, confidence: float) -> Differe
     error = math.sqrt(placement_variance(differences))
     if not error:
         return Difference(
-            difference, difference, difference, 1.0 if not difference else 0.0, "delong"
+            difference,
+            difference,
+            difference,
+            1.0 if not difference else 0.0,
+            "delong",
         )
     width = NormalDist().inv_cdf((1 + confidence) / 2) * error
     p_value = math.erfc(abs(difference) / error / math.sqrt(2))
@@ -453,7 +472,11 @@ def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: floa
     student = stats.t(variance**2 / spread if spread else math.inf, scale=math.sqrt(variance))
     low, high = difference + student.ppf([(1 - confidence) / 2, (1 + confidence) / 2])
     return Difference(
-        difference, float(low), float(high), float(2 * student.sf(abs(difference))), "seeds"
+        difference,
+        float(low),
+        float(high),
+        float(2 * student.sf(abs(difference))),
+        "seeds",
     )
 
 
@@ -467,6 +490,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     count = np.count_nonzero(~np.isnan(values))
     corrected = np.empty_like(values)
     corrected[order] = np.minimum(
-        1, np.maximum.accumulate(values[order] * (count - np.arange(len(values))))
+        1,
+        np.maximum.accumulate(values[order] * (count - np.arange(len(values)))),
     )
     return corrected.tolist()

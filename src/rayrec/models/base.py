@@ -478,7 +478,10 @@ class TableInit(Config):
 
 
 def stored_model(
-    values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    own: type[ClickModelConfig] | None = None,
 ) -> ClickModelConfig:
     """Load a configuration from `ClickModelConfig.to_dict`. Only imports code of rayrec's models.
     `where`: file name for error messages. `own`: class of a model outside rayrec. Raises InputError

@@ -43,7 +43,9 @@ def network_multiply_adds(
 
 
 def _computed(
-    network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]
+    network: torch.nn.Module,
+    config: ClickModelConfig,
+    rows: tuple[torch.Tensor, KeyedEmbeddings],
 ) -> Any:
     outputs = network(*rows)
     if config.LABELLED or not config.TRAINS_ON_TABLES:
@@ -97,12 +99,19 @@ def _random_rows(
         first = inputs.candidates_of(name).first
         ids[table_key(name)] = torch.full((len(tables[name]),), first, device=device)
     return dense, KeyedEmbeddings.in_order(
-        inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables
+        inputs.features,
+        config.table_width,
+        pooled,
+        sequences,
+        ids=ids,
+        tables=tables,
     )
 
 
 def _saved_bytes(
-    network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]
+    network: torch.nn.Module,
+    config: ClickModelConfig,
+    rows: tuple[torch.Tensor, KeyedEmbeddings],
 ) -> int:
     storages: dict[int, torch.UntypedStorage] = {}
 

@@ -40,7 +40,9 @@ class EvaluationItems:
 
 
 def evaluation_items(
-    lists: Mapping[str, ItemList], feature: str, candidates: CandidateRows
+    lists: Mapping[str, ItemList],
+    feature: str,
+    candidates: CandidateRows,
 ) -> EvaluationItems:
     """Return the distinct items in `TARGET`, and for rows without any the last item of list
     `feature`. Lists of one item, and those with a missing last one, have no target.

@@ -103,7 +103,10 @@ class LabelHead(Head):
         return "" if self.main else f"_{self.name}"
 
     def losses(
-        self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None
+        self,
+        outputs: Outputs,
+        labels: Outputs,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted loss of each row, 0 for rows without the label, float32 [rows]."""
         values = outputs[self.name]
@@ -116,7 +119,10 @@ class LabelHead(Head):
 
     @abstractmethod
     def _losses(
-        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
@@ -162,12 +168,18 @@ class BinaryHead(LabelHead):
     logit_description = "Logit of the score."
 
     def _losses(
-        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         from torch.nn import functional
 
         return functional.binary_cross_entropy_with_logits(
-            values, labels, weight=weights, reduction="none"
+            values,
+            labels,
+            weight=weights,
+            reduction="none",
         )
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
@@ -191,7 +203,10 @@ class NumberHead(LabelHead):
     kind = "number"
 
     def _losses(
-        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         losses = (values - labels).square()
         return losses if weights is None else weights * losses
@@ -211,7 +226,10 @@ class CountHead(LabelHead):
     kind = "count"
 
     def _losses(
-        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+        self,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         losses = values.exp() - labels * values
         return losses if weights is None else weights * losses
@@ -292,7 +310,10 @@ def many(items: dict[str, Any], description: str) -> dict[str, Any]:
 
 
 def label_heads(
-    main: str, more_labels: Sequence[Label] = (), *, kind: str = "binary"
+    main: str,
+    more_labels: Sequence[Label] = (),
+    *,
+    kind: str = "binary",
 ) -> tuple[LabelHead, ...]:
     """Return the head of each label, the main one first. `kind` is for the main label."""
     classes: dict[str, type[LabelHead]] = {
@@ -305,7 +326,10 @@ def label_heads(
 
 
 def labels_accumulator(
-    heads: Sequence[Head], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
+    heads: Sequence[Head],
+    *,
+    grouped: bool = False,
+    ks: Sequence[int] = DEFAULT_KS,
 ) -> LabelsAccumulator | None:
     """Return the metrics of all label heads, or None. `grouped` and `ks` are for the main label
     (`LabelsAccumulator`).

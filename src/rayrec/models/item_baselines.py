@@ -200,7 +200,10 @@ def _as_sets(lists: ItemNumbers, rows: int, candidates: int) -> sparse.csr_matri
 
 
 def _largest(
-    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: Any
+    rows: np.ndarray,
+    columns: np.ndarray,
+    values: np.ndarray,
+    shape: Any,
 ) -> sparse.csr_matrix:
     """Return a matrix with the `NEIGHBORS` largest positive values in each row, among equal ones
     those in the first columns.

@@ -152,7 +152,11 @@ class NextItemNetwork(nn.Module, ABC):
     frequencies: torch.Tensor
 
     def __init__(
-        self, config: NextItemConfig, inputs: ModelInputs, *, precision: Precision
+        self,
+        config: NextItemConfig,
+        inputs: ModelInputs,
+        *,
+        precision: Precision,
     ) -> None:
         super().__init__()
         self._config = config
@@ -206,7 +210,10 @@ class NextItemNetwork(nn.Module, ABC):
             queries, evaluated = self._evaluated(outputs)
             ranked = evaluated.targets.candidates_only()
             losses = item_losses.full_softmax(
-                queries[ranked.rows], self.item_vectors(outputs), ranked.numbers, dtype=self._dtype
+                queries[ranked.rows],
+                self.item_vectors(outputs),
+                ranked.numbers,
+                dtype=self._dtype,
             )
             return _row_means(losses, ranked.rows, len(queries))
         elements = self._elements(outputs, dropped=1)
@@ -228,7 +235,10 @@ class NextItemNetwork(nn.Module, ABC):
         return losses.new_zeros(num_rows).index_add(0, rows, losses) * scale
 
     def _losses(
-        self, states: torch.Tensor, targets: torch.Tensor, outputs: dict[str, torch.Tensor]
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        outputs: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the loss of each target, float32 [targets], from the scaled states before it,
         [targets, dim], and its position among all items. Collective.
@@ -306,7 +316,11 @@ class NextItemNetwork(nn.Module, ABC):
         return self.frequencies[self._candidates.numbers(ids)]
 
     def measures(
-        self, outputs: dict[str, torch.Tensor], batch: Batch, *, ks: Sequence[int] = ()
+        self,
+        outputs: dict[str, torch.Tensor],
+        batch: Batch,
+        *,
+        ks: Sequence[int] = (),
     ) -> dict[str, torch.Tensor]:
         """Return `tiled_rank_measures` of each row's targets among all known items (see
         `evaluation_items`), at these ranks or at k.
@@ -314,7 +328,11 @@ class NextItemNetwork(nn.Module, ABC):
         queries, evaluated = self._evaluated(outputs)
         scores = CandidateScores(queries, self.item_vectors(outputs))
         return tiled_rank_measures(
-            scores, evaluated.targets, shape=scores.shape, ks=ks or (self._k,), seen=evaluated.seen
+            scores,
+            evaluated.targets,
+            shape=scores.shape,
+            ks=ks or (self._k,),
+            seen=evaluated.seen,
         )
 
     def _evaluated(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, EvaluationItems]:
@@ -329,7 +347,9 @@ class NextItemNetwork(nn.Module, ABC):
         return self._queries(outputs, dropped=evaluated.is_last.long()), evaluated
 
     def predict(
-        self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
+        self,
+        outputs: dict[str, torch.Tensor],
+        embedded: KeyedEmbeddings,
     ) -> dict[str, torch.Tensor]:
         """Return the k next items with the highest scores for each list, or all known ones if there
         are fewer.
@@ -358,7 +378,10 @@ class NextItemNetwork(nn.Module, ABC):
         return self._unit(states) if temperature == 1 else self._unit(states) / temperature
 
     def _queries(
-        self, outputs: dict[str, torch.Tensor], *, dropped: torch.Tensor | int
+        self,
+        outputs: dict[str, torch.Tensor],
+        *,
+        dropped: torch.Tensor | int,
     ) -> torch.Tensor:
         """Return the vector of each row after its list without the last `dropped` items, int64
         [rows], float32 [rows, dim]. A list without items has one with an embedding of zeros.

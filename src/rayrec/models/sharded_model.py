@@ -150,7 +150,11 @@ def build_embeddings(
     """
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
     settings = _table_settings(
-        num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start
+        num_embeddings,
+        names,
+        embedding_dim=embedding_dim,
+        seed=seed,
+        start=start,
     )
     tables = [EmbeddingBagConfig(**table_settings) for table_settings in settings]
     return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
@@ -378,7 +382,11 @@ class _Head(nn.Module):
     ) -> tuple[torch.Tensor, StepOutput]:
         penalty = batch.loss_weight * self._penalty
         outputs = self.outputs(
-            batch.tensors[DENSE], pooled, one_by_one, batch.sequence_features, penalty=penalty
+            batch.tensors[DENSE],
+            pooled,
+            one_by_one,
+            batch.sequence_features,
+            penalty=penalty,
         )
         if self.training and self._sample_offset is not None:
             outputs = self._sample_offset.added(outputs)
@@ -423,7 +431,10 @@ class _Head(nn.Module):
         return outputs
 
     def _sequences(
-        self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float
+        self,
+        one_by_one: Mapping[str, JaggedTensor],
+        rows: int,
+        penalty: float,
     ) -> dict[str, JaggedEmbeddings]:
         sequences = {}
         # If sharded, the first one waits for the exchange between workers
@@ -443,7 +454,9 @@ class _Head(nn.Module):
         return _penalised(pooled.values(), penalty), self._order
 
     def _summed_loss(
-        self, outputs: Mapping[str, torch.Tensor], batch: Batch
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        batch: Batch,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of weighted row losses, and the row losses if the network defines its
         loss.
@@ -491,7 +504,10 @@ def saved_name(name: str) -> str:
 
 
 def _remove_network_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
 ) -> None:
     for name in [name for name in state if name.startswith(prefix + _NETWORK)]:
         state[prefix + saved_name(name.removeprefix(prefix))] = state.pop(name)
@@ -560,7 +576,9 @@ def build_click_model(
 
 
 def _sample_offset(
-    config: ClickModelConfig, inputs: ModelInputs, value: float
+    config: ClickModelConfig,
+    inputs: ModelInputs,
+    value: float,
 ) -> SampleOffset | None:
     """Return the offset of the logits that the model's loss takes, None without one."""
     if not value:

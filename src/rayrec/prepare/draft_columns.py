@@ -293,7 +293,9 @@ def _in_years(column: Column, first: int) -> bool:
 
 
 def _without_markers(
-    array: pa.Array, name: str, make_error: values.MakeError
+    array: pa.Array,
+    name: str,
+    make_error: values.MakeError,
 ) -> tuple[pa.Array, tuple[str, ...]]:
     """Return a column of numbers or times in text without the markers of missing ones, and these.
     Others are unchanged.

@@ -393,7 +393,10 @@ def _unnamed_reason(name: str) -> str:
 
 
 def _first_tables(
-    file_format: Format, path: str, schema: Schema, names: Sequence[str]
+    file_format: Format,
+    path: str,
+    schema: Schema,
+    names: Sequence[str],
 ) -> Iterator[pa.Table]:
     rows = size = 0
     for table in file_format.tables(path, schema, names):
@@ -808,7 +811,11 @@ def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> lis
 # Events have lists to learn from if they have times, and users who come back. The rows at the start
 # of a log tell both.
 def _sequence(
-    head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan, path: str
+    head: _Head,
+    columns: Mapping[str, Column],
+    label: _Label,
+    plan: _Plan,
+    path: str,
 ) -> SequenceColumns | None:
     """Return the columns of the lists of events. None for rows with a label, without a time, with
     missing users or items, or without a user whose items are enough for all parts.
@@ -865,7 +872,11 @@ def _yaml(
 
 def _dumped(fields: Mapping[str, Any]) -> str:
     return yaml.safe_dump(
-        fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+        fields,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=120,
     )
 
 
@@ -895,7 +906,9 @@ def _form(head: _Head, columns: Mapping[str, Column]) -> dict[str, Any]:
 
 
 def _features(
-    columns: Mapping[str, Column], plan: _Plan, joins: Sequence[Join]
+    columns: Mapping[str, Column],
+    plan: _Plan,
+    joins: Sequence[Join],
 ) -> list[dict[str, str]]:
     """Return the settings of lists with their own mark, or weights, then side tables' features."""
     features = []

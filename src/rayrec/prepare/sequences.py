@@ -16,7 +16,11 @@ _READS: Final = ("address", "files", "engine", "spark", "schema", "max_bad_fract
 
 
 def sequences(
-    path: str, *, out: str, config: PreparationConfig, console: Console
+    path: str,
+    *,
+    out: str,
+    config: PreparationConfig,
+    console: Console,
 ) -> dict[str, Any]:
     """Write lists of items per user atomically into folder `out`; see
     `rayrec.data.sequences.build.build`. Resumes an interrupted call. Returns the counts of the

@@ -146,7 +146,12 @@ class RowSplit(Config):
 
 
 def split(
-    path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console
+    path: str,
+    *,
+    out: str,
+    rows: RowSplit,
+    config: PreparationConfig,
+    console: Console,
 ) -> dict[str, Any]:
     """Write the valid rows of a raw log atomically into folder `out`, as files train-*,
     validation-* and test-* for the split kind `named_files`. Resumes an interrupted call. Text
@@ -177,7 +182,13 @@ def split(
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
         work = _Work(
-            path, rows, config.replace(schema=schema), files, running, data_engine, console
+            path,
+            rows,
+            config.replace(schema=schema),
+            files,
+            running,
+            data_engine,
+            console,
         )
         result = work.finish(work.write(work.choose(work.tasks())))
     return {"out": out, **result}
@@ -240,7 +251,11 @@ class _Work:
             if not labelled:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
             self.index = raw_index(
-                self.path, self.config, self.engine, self.console, labelled=labelled
+                self.path,
+                self.config,
+                self.engine,
+                self.console,
+                labelled=labelled,
             )
             return split_tasks.text_tasks(self.index.segments, self.task_bytes)
         cuts = cut_once(
@@ -310,7 +325,9 @@ class _Work:
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
         markers = self._run(
-            "marks", functools.partial(split_tasks.mark_last, folder=self.job.folder), users
+            "marks",
+            functools.partial(split_tasks.mark_last, folder=self.job.folder),
+            users,
         )
         edges = [marker["edges"] for marker in markers]
         return [
@@ -361,7 +378,10 @@ class _Work:
             # One pass finds 16 bits of all positions at once.
             counts = np.zeros((len(positions), 1 << 16), np.int64)
             for table in self.engine.run(
-                "times", split_tasks.count_digits, items, block_bytes=len(positions) << 19
+                "times",
+                split_tasks.count_digits,
+                items,
+                block_bytes=len(positions) << 19,
             ):
                 counts += as_numpy(table.column("counts")).reshape(counts.shape)
             for number, prefix_counts in enumerate(np.cumsum(counts, axis=1)):
@@ -424,7 +444,10 @@ class _Work:
         }
 
     def _run(
-        self, kind: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]
+        self,
+        kind: str,
+        task: Callable[[_Item], pa.Table],
+        items: Sequence[_Item],
     ) -> Iterator[dict[str, Any]]:
         report = functools.partial(self.console.progress, f"{kind} (parts of the log)")
         return self.running.run(kind, task, items, self.engine, report)

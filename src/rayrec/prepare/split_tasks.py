@@ -132,7 +132,8 @@ def count_digits(task: DigitTask) -> pa.Table:
                 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
             )
             prefix_counts += np.bincount(
-                (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF, minlength=1 << 16
+                (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF,
+                minlength=1 << 16,
             )
     return pa.table({"counts": counts.reshape(-1)})
 
@@ -263,7 +264,11 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         tables = RangeTables(task, job.schema)
         for table in tables:
             raw, wrong = parse_table(
-                table, job.schema, path=task.file, first_row=first, needs_values=False
+                table,
+                job.schema,
+                path=task.file,
+                first_row=first,
+                needs_values=False,
             )
             faults.add(wrong)
             first += len(table)
@@ -281,7 +286,9 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         "sizes": [] if keys is None else keys.sizes,
     }
     return job.folder.done(
-        "examine", task.number, {**counts, "lines": first, "start": task.start, "end": tables.end}
+        "examine",
+        task.number,
+        {**counts, "lines": first, "start": task.start, "end": tables.end},
     )
 
 
@@ -431,7 +438,11 @@ class _PartFiles:
             self._write_waiting(part)
 
     def _write_lines(
-        self, part: str, text: npt.NDArray[np.uint8], starts: Numbers, stops: Numbers
+        self,
+        part: str,
+        text: npt.NDArray[np.uint8],
+        starts: Numbers,
+        stops: Numbers,
     ) -> None:
         file = self._file(f"{part}-{self._number:05d}.txt", partial(open, mode="wb"))
         # Adjacent lines of one part are written together.
@@ -453,7 +464,8 @@ class _PartFiles:
             partial(pq.ParquetWriter, schema=table.schema),
         )
         file.write_table(
-            table, row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
+            table,
+            row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1),
         )
 
     def _file(self, name: str, create: Callable[[str], Any]) -> Any:
@@ -503,7 +515,8 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
 
 
 def table_tasks(
-    files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]
+    files: Sequence[storage.File],
+    cuts: Sequence[Sequence[tuple[int, int]]],
 ) -> list[SplitTask]:
     """Return a task for each range of each file."""
     return [SplitTask(**vars(part)) for part in table_ranges(files, cuts)]

@@ -56,7 +56,10 @@ def _response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     return Response(
-        content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type
+        content,
+        status,
+        {"x-content-type-options": "nosniff", **(headers or {})},
+        media_type,
     )
 
 
@@ -140,7 +143,8 @@ class ScoringApp:
                     }
                 route = scope.get("route")
                 self._counters.requests.labels(
-                    route.path if route else "other", message["status"]
+                    route.path if route else "other",
+                    message["status"],
                 ).inc()
             await send(message)
 
@@ -152,7 +156,9 @@ class ScoringApp:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
                 raise RequestError(
-                    400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE
+                    400,
+                    f"a request must have one header Host, got {len(hosts)}",
+                    headers=_CLOSE,
                 )
             if hosts and not self._config.is_allowed_host(hosts[0]):
                 message = (
@@ -172,7 +178,9 @@ class ScoringApp:
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._token_digest):
             challenge = {"www-authenticate": "Bearer"}
             raise RequestError(
-                401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge
+                401,
+                "a bearer token is needed: Authorization: Bearer TOKEN",
+                headers=challenge,
             )
 
     async def _unrouted(self, request: Request, error: Exception) -> Response:
@@ -188,7 +196,8 @@ class ScoringApp:
             )
         else:
             error = RequestError(
-                404, f"path not found; paths are {', '.join(route.path for route in self._routes)}"
+                404,
+                f"path not found; paths are {', '.join(route.path for route in self._routes)}",
             )
         return await _error_response(request, error)
 
@@ -249,7 +258,8 @@ class ScoringApp:
                     return await batcher.submit(body)
             except TimeoutError:
                 raise RequestError(
-                    504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows"
+                    504,
+                    f"not scored within {self._config.time_limit_s:g} s; send fewer rows",
                 ) from None
             finally:
                 self._counters.request_seconds.observe(time.perf_counter() - start)
@@ -281,14 +291,20 @@ class ScoringApp:
             self.held_bytes -= reserved
 
     async def _read(
-        self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]
+        self,
+        request: Request,
+        deadline_s: float,
+        *,
+        take: Callable[[bytes], None],
     ) -> bytes:
         """Read the request body, limited by received bytes, regardless of the announced length.
         Calls `take` with each chunk.
         """
         max_bytes = self._config.max_body_bytes
         too_large = RequestError(
-            413, f"more than {max_bytes} bytes; send the rows in several requests", headers=_CLOSE
+            413,
+            f"more than {max_bytes} bytes; send the rows in several requests",
+            headers=_CLOSE,
         )
         announced = request.headers.get("content-length", "")
         chunks = request.stream()
@@ -312,7 +328,9 @@ class ScoringApp:
             return b"".join(parts)
         except TimeoutError:
             raise RequestError(
-                408, "the request was not complete in time", headers=_CLOSE
+                408,
+                "the request was not complete in time",
+                headers=_CLOSE,
             ) from None
 
     async def _health(self, request: Request) -> Response:
@@ -486,7 +504,8 @@ def _form(request: Request) -> dict[str, Any]:
         if name in valid_parameters:
             if value not in ("present", "absent"):
                 raise RequestError(
-                    415, f"the parameter {name} of {media_type} must be present or absent"
+                    415,
+                    f"the parameter {name} of {media_type} must be present or absent",
                 )
             form[name] = value == "present"
         if name == "charset" and value not in ("utf-8", "utf8", "us-ascii"):
@@ -523,7 +542,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     """
     _log.error("Request failed", exc_info=error)
     return await _error_response(
-        request, RequestError(500, "the request failed; the server's log has the cause")
+        request,
+        RequestError(500, "the request failed; the server's log has the cause"),
     )
 
 

@@ -136,7 +136,9 @@ class Batcher(Generic[_Body, _Answer]):
         return jobs
 
     def _finish(
-        self, jobs: list[_Job[_Body, _Answer]], done: asyncio.Future[Outcomes[_Answer]]
+        self,
+        jobs: list[_Job[_Body, _Answer]],
+        done: asyncio.Future[Outcomes[_Answer]],
     ) -> None:
         self._begin()  # First, so that the thread has work while answers are written
         error = (

@@ -215,10 +215,16 @@ class _Replica:
         return self._name, ""
 
     async def _call_register(
-        self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float = _ANSWER_S,
     ) -> Any:
         return await asyncio.to_thread(
-            self._control.call_register, method, *arguments, timeout_s=timeout_s
+            self._control.call_register,
+            method,
+            *arguments,
+            timeout_s=timeout_s,
         )
 
     async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:

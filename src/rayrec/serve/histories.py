@@ -113,7 +113,9 @@ def _convert(paths: Sequence[str], target: str, schema: Schema, item: str) -> No
 
 
 def _batches(
-    path: str, schema: Schema, item: str
+    path: str,
+    schema: Schema,
+    item: str,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield users' tokens, uint64 [rows], numbers of items, int64 [rows], and their tokens, uint64
     [items], of rows with a user.

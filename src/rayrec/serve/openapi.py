@@ -90,7 +90,10 @@ def _recommendations(recommender: Recommender) -> dict[str, Any]:
 
 
 def _recommend_operation(
-    score: Mapping[str, Any], recommender: Recommender, schema: Schema, config: ServeConfig
+    score: Mapping[str, Any],
+    recommender: Recommender,
+    schema: Schema,
+    config: ServeConfig,
 ) -> dict[str, Any]:
     """Return the operation of recommendations, with the errors of `score`."""
     one = {"type": ["string", "integer", "boolean"]}

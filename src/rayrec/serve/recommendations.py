@@ -76,7 +76,8 @@ def open_recommendation(content: bytes, *, config: ServeConfig) -> RecommendBody
         raise RequestError(400, f"k must be an integer from 1 to {config.max_k}", field="k")
     if k * len(rows) > MAX_ANSWERS:
         raise RequestError(
-            413, f"{len(rows)} rows of {k} items are more than {MAX_ANSWERS} items; send fewer rows"
+            413,
+            f"{len(rows)} rows of {k} items are more than {MAX_ANSWERS} items; send fewer rows",
         )
     exclude_seen = parsed.get("exclude_seen", True)
     if type(exclude_seen) is not bool:
@@ -100,7 +101,9 @@ def _lists_of_rows(value: Any, field: str, rows: int) -> list[Any]:
         raise RequestError(400, f"{field} must have a list of ids for each row", field=field)
     if len(value) != rows:
         raise RequestError(
-            400, f"{field} must have a list for each of {rows} rows, got {len(value)}", field=field
+            400,
+            f"{field} must have a list for each of {rows} rows, got {len(value)}",
+            field=field,
         )
     return [each or [] for each in value]
 
@@ -159,7 +162,11 @@ class RequestRecommender:
     """
 
     def __init__(
-        self, model: ServedModel, counters: Counters, *, histories: Histories | None = None
+        self,
+        model: ServedModel,
+        counters: Counters,
+        *,
+        histories: Histories | None = None,
     ) -> None:
         """Create a recommender of a model. Raises InputError if it cannot recommend."""
         self.model = model
@@ -334,7 +341,10 @@ class RequestRecommender:
         return answers
 
     def _tops(
-        self, parsed: Sequence[_Rows], starts: Sequence[int], queries: torch.Tensor
+        self,
+        parsed: Sequence[_Rows],
+        starts: Sequence[int],
+        queries: torch.Tensor,
     ) -> list[TopItems]:
         """Return the best items of each request."""
         if len(parsed) > 1 and any(each.among is None for each in parsed):
@@ -358,7 +368,9 @@ class RequestRecommender:
         return [results[number] for number in range(len(parsed))]
 
     def _tops_together(
-        self, parsed: Sequence[_Rows], queries: Sequence[torch.Tensor]
+        self,
+        parsed: Sequence[_Rows],
+        queries: Sequence[torch.Tensor],
     ) -> list[TopItems]:
         """Return the best items of requests without an allow-list, from one search."""
         if not parsed:
@@ -371,7 +383,9 @@ class RequestRecommender:
             first += each.raw.rows
         largest = max(each.body.k for each in parsed)
         results = self._recommender.top(
-            torch.cat(list(queries)), largest, excluded=joined(excluded)
+            torch.cat(list(queries)),
+            largest,
+            excluded=joined(excluded),
         )
         tops = []
         start = 0
@@ -403,7 +417,11 @@ class RequestRecommender:
                 scores[row] = values
                 fallback[row] = POPULARITY
         return RecommendResponse(
-            items, scores, fallback, self.model.version, self.model.preprocessor_hash
+            items,
+            scores,
+            fallback,
+            self.model.version,
+            self.model.preprocessor_hash,
         )
 
     def _has_input(self, raw: RawBlock, encoded: EncodedRows) -> np.ndarray:
@@ -454,5 +472,6 @@ def _check_number_of_ids(body: RecommendBody) -> None:
     count = sum(len(each) for each in lists if type(each) is list)
     if count > MAX_IDS:
         raise RequestError(
-            413, f"{count} ids in one request, more than the limit of {MAX_IDS}; send fewer"
+            413,
+            f"{count} ids in one request, more than the limit of {MAX_IDS}; send fewer",
         )

@@ -77,7 +77,11 @@ class BatchScorer:
     """Model with its request reader and counters. Call `answer` from one thread at a time."""
 
     def __init__(
-        self, model: ServedModel, counters: Counters, *, histories: str | None = None
+        self,
+        model: ServedModel,
+        counters: Counters,
+        *,
+        histories: str | None = None,
     ) -> None:
         """Create a scorer. `histories` is the path of users' items, for a retrieval model. Raises
         InputError for unusable ones.
@@ -120,7 +124,8 @@ class BatchScorer:
             )
 
     def answer(
-        self, bodies: Sequence[RequestBody]
+        self,
+        bodies: Sequence[RequestBody],
     ) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
         """Return one answer per body, the rows of all valid bodies, and the values of their main
         head, such as logits.
@@ -144,7 +149,10 @@ class BatchScorer:
         unknown = self._unknown.count(raw, encoded)
         answers = [self._answer(outcome, fields, unknown) for outcome in outcomes]
         self._count(
-            raw.rows, unknown, self._clips.count(encoded.dense), time.perf_counter() - start
+            raw.rows,
+            unknown,
+            self._clips.count(encoded.dense),
+            time.perf_counter() - start,
         )
         return answers, raw, values[heads[0].name]
 
@@ -168,7 +176,10 @@ class BatchScorer:
             self.recommender.warm()
 
     def _answer(
-        self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray
+        self,
+        outcome: Outcome,
+        fields: Mapping[str, np.ndarray],
+        unknown: np.ndarray,
     ) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
@@ -179,7 +190,9 @@ class BatchScorer:
             if np.count_nonzero(np.isfinite(field)) < field.size:  # In 0.5 µs; `all` takes 2 µs
                 row = int(np.isfinite(field).reshape(len(field), -1).all(axis=1).argmin())
                 return RequestError(
-                    422, f"row {row} has no finite score; its numbers are too large", row=row
+                    422,
+                    f"row {row} has no finite score; its numbers are too large",
+                    row=row,
                 )
         body_unknown = np.ascontiguousarray(unknown[outcome])
         return ScoreResponse(
@@ -198,7 +211,9 @@ class BatchScorer:
         for column in np.flatnonzero(unknown_counts).tolist():
             self._counters.unknown.labels(self._columns[column]).inc(int(unknown_counts[column]))
         for (all_values, all_clipped), (values, clipped) in zip(
-            self._clip_counters, numbers.tolist(), strict=True
+            self._clip_counters,
+            numbers.tolist(),
+            strict=True,
         ):
             all_values.inc(values)
             if clipped:
@@ -400,7 +415,8 @@ class ReplicaModels:
         return self._serving.scorer.no_items
 
     def recommend(
-        self, bodies: Sequence[RecommendBody]
+        self,
+        bodies: Sequence[RecommendBody],
     ) -> Sequence[RecommendResponse | RequestError]:
         """Recommend for bodies, all with the same model. Returns one answer per body, in order."""
         serving = self._serving

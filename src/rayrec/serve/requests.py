@@ -184,7 +184,9 @@ def open_body(
         )
     if not body.num_rows:
         raise RequestError(
-            400, "the request has no rows", field="rows" if format == "json" else None
+            400,
+            "the request has no rows",
+            field="rows" if format == "json" else None,
         )
     lines = max_rows + (format == "csv" and header is not False)  # One line may be a header
     if body.num_rows > lines:
@@ -211,7 +213,8 @@ def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | 
     if isinstance(file_format, LineFormat):
         if not file_format.has_row_per_line:
             raise RequestError(
-                415, f"a line of {file_format.name} is several rows; send them as application/json"
+                415,
+                f"a line of {file_format.name} is several rows; send them as application/json",
             )
         return "lines", file_format
     return (
@@ -241,7 +244,9 @@ def parse_object(content: bytes, *, fields: Sequence[str]) -> dict[str, Any]:
             if fields[1:]:
                 expected = f"fields are {', '.join(fields)}"
             raise RequestError(
-                400, f"unknown field {shorten(name)}; {expected}", field=shorten(name)
+                400,
+                f"unknown field {shorten(name)}; {expected}",
+                field=shorten(name),
             )
     if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
@@ -264,7 +269,9 @@ def _reject_repeated_names(content: bytes) -> None:
         for name, _ in pairs:
             if name in names:
                 raise RequestError(
-                    400, f"{shorten(name)} occurs twice in one object", field=shorten(name)
+                    400,
+                    f"{shorten(name)} occurs twice in one object",
+                    field=shorten(name),
                 )
             names.add(name)
 

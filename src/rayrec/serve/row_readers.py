@@ -184,7 +184,11 @@ class HexadecimalReader(RowReader):
         """
         _reject_empty_lines(text, "\t")
         table = read_csv_text(
-            text, self.schema, delimiter="\t", columns=columns, path="the request"
+            text,
+            self.schema,
+            delimiter="\t",
+            columns=columns,
+            path="the request",
         )
         wrong = np.flatnonzero(table.column(FAULT).to_numpy())
         if len(wrong):
@@ -482,7 +486,9 @@ def _time_text(value: Any, name: str, row: int) -> str | None:
 
 
 def _lists(
-    values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], Any]
+    values: Iterator[Any],
+    name: str,
+    item_of: Callable[[Any, str, int], Any],
 ) -> list[list[Any] | None]:
     """Convert the items of lists with `item_of` (item, name, row)."""
     lists: list[list[Any] | None] = []

@@ -204,7 +204,10 @@ def run_hash(config: TrainConfig, stored: Mapping[str, Any] | None = None) -> st
     others.
     """
     plain = config.replace(
-        name=None, storage_path="", cluster=ClusterConfig(), observe=ObserveConfig()
+        name=None,
+        storage_path="",
+        cluster=ClusterConfig(),
+        observe=ObserveConfig(),
     )
     settings = plain.replace(trackers=TrackersConfig(), profile=ProfileConfig()).to_dict()
     return settings_hash(settings if stored is None else _restricted(settings, stored))
@@ -262,7 +265,10 @@ def _stored_settings(folder: str) -> dict[str, Any] | None:
 
 
 def finished_summary(
-    folder: str, config: TrainConfig, changes: Changes, note: Callable[[str], None]
+    folder: str,
+    config: TrainConfig,
+    changes: Changes,
+    note: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Return the summary of a finished run, or None if the run must be trained or trained for
     longer. Raises InputError, before any change, if the run has a checkpoint of a training with
@@ -348,7 +354,9 @@ def _listed(changes: Sequence[Change]) -> str:
 
 
 def is_longer(
-    config: TrainConfig, summary: Mapping[str, Any], stored: Mapping[str, Any] | None = None
+    config: TrainConfig,
+    summary: Mapping[str, Any],
+    stored: Mapping[str, Any] | None = None,
 ) -> bool:
     """Return whether a configuration equals a finished run's, with `stored` settings, except for
     more steps or epochs. Pure. A run that stopped early would not continue, and counts as a

@@ -211,7 +211,8 @@ class TrainConfig(Config):
         """Return the rows per worker and step for a given epoch size."""
         max_workers = self.scaling.max_workers
         per_worker = max(
-            1, min(self.worker_batch_size, rows // (max_workers * self.min_steps_per_epoch))
+            1,
+            min(self.worker_batch_size, rows // (max_workers * self.min_steps_per_epoch)),
         )
         return (
             per_worker
@@ -516,7 +517,12 @@ class Workload(Config, abc.ABC):
 
     @abc.abstractmethod
     def make_loader(
-        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+        self,
+        context: WorkerContext,
+        prepared: Any,
+        *,
+        state: dict[str, Any] | None,
+        step: int,
     ) -> TrainLoader:
         """Return the training data of a worker from a stored position (None: the start), after
         `step` completed steps.
@@ -648,6 +654,12 @@ class LocalTrainer(Protocol):
     """Function that trains a few steps on this machine, with one process per worker."""
 
     def __call__(
-        self, config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
+        self,
+        config: TrainConfig,
+        rows: TrainingRows,
+        *,
+        workers: int,
+        threads: int,
+        cuda: bool,
     ) -> list[tuple[float, float, float]]:
         """Return (rows, seconds, CPU seconds) of each worker."""

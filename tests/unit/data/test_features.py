@@ -169,7 +169,9 @@ def test_yaml_declares_labels_and_features() -> None:
             id="sparse-a-b-nlists-a-b-nfeatures",
         ),
         pytest.param(
-            "labels: [{name: item}]", "column names must be unique", id="labels-name-item"
+            "labels: [{name: item}]",
+            "column names must be unique",
+            id="labels-name-item",
         ),
         pytest.param(
             "labels: [{name: like, kind: sum}]",
@@ -249,7 +251,11 @@ def column(name: str, values: pa.Array) -> pa.Table:
     [
         pytest.param("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1, id="like"),
         pytest.param(
-            "seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2, id="seconds"
+            "seconds",
+            pa.array([1.0, 2.0, None, 1.0]),
+            "label is missing",
+            2,
+            id="seconds",
         ),
         pytest.param(
             "seconds",
@@ -322,7 +328,8 @@ def test_count_label_can_be_main_and_rejects_negative() -> None:
         tokens="any",
     )
     raw, faults = parse_table(
-        pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}), schema
+        pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}),
+        schema,
     )
     assert (raw.labels["views"].tolist(), faults.counts) == (
         [3.0, 0.0],
@@ -347,7 +354,8 @@ def test_times_in_text() -> None:
         "2000-02-29": 951_782_400,
     }
     seconds |= dict.fromkeys(
-        ("1970-01-01T00:00:01", "1970-01-01T00:00:01Z", "1970-01-01T02:00:01+02:00"), 1
+        ("1970-01-01T00:00:01", "1970-01-01T00:00:01Z", "1970-01-01T02:00:01+02:00"),
+        1,
     )
     for text, expected_s in seconds.items():
         times = parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist()
@@ -394,7 +402,8 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
 
 
 def test_shared_vocabulary_counts_and_forms_keep_every_column(
-    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
+    tmp_path: Path,
+    encoded: tuple[Preprocessor, EncodedRows],
 ) -> None:
     job = Preset(min_count=3).counting(SCHEMA)
     counts = job.empty()
@@ -452,7 +461,8 @@ def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, Enco
     # a weighted collection refuses a batch without weights
     assert filler.sparse_features.weights().tolist() == []
     assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(
-        one.labels, 0
+        one.labels,
+        0,
     )
 
 
@@ -522,7 +532,8 @@ def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None
     preprocessor = criteo(file_minimum=file_minimum)
     inputs = rayrec.transform(preprocessor, FRAME)
     assert pa.Table.from_pandas(
-        inputs, preserve_index=False
+        inputs,
+        preserve_index=False,
     ).replace_schema_metadata() == trained_on(preprocessor, TEXT)
     assert inputs.index.tolist() == [30, 10, 20]
     assert inputs.dtypes.astype(str).tolist() == [
@@ -568,7 +579,8 @@ def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
 def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
     criteo().save(str(tmp_path / place))
     pd.testing.assert_frame_equal(
-        rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME)
+        rayrec.transform(tmp_path, FRAME),
+        rayrec.transform(criteo(), FRAME),
     )
 
 
@@ -674,7 +686,8 @@ def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
 
 # -- Arrow arrays are what pyarrow's own conversions make, and come back as they were
 @pytest.mark.parametrize(
-    "dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64]
+    "dtype",
+    [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64],
 )
 @pytest.mark.parametrize("rows", [0, 1, 19])
 def test_numbers(dtype: type, rows: int) -> None:
@@ -686,7 +699,8 @@ def test_numbers(dtype: type, rows: int) -> None:
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, values[rows // 2 :])
     np.testing.assert_array_equal(
-        as_numpy(pa.chunked_array([array, array[:1]])), [*values, *values[:1]]
+        as_numpy(pa.chunked_array([array, array[:1]])),
+        [*values, *values[:1]],
     )
     assert as_numpy(pa.chunked_array([], array.type)).dtype == dtype
 
@@ -712,7 +726,8 @@ def test_texts_and_bytes(texts: list[str]) -> None:
 
 # -- Keys of the values that rows are grouped by
 @pytest.mark.parametrize(
-    ("tokens", "one", "other"), [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")]
+    ("tokens", "one", "other"),
+    [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")],
 )
 def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
     schema = Schema(
@@ -735,7 +750,11 @@ def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
 
 def test_group_requires_single_category_column() -> None:
     schema = Schema(
-        tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user"
+        tokens="hexadecimal",
+        label="click",
+        dense=("age",),
+        sparse=("item", "user"),
+        group="user",
     )
     for group in ("age", "nobody"):
         rejects(
@@ -793,7 +812,8 @@ def make(schema: Schema = ANY) -> Preprocessor:
     else:
         sparse.append(SparseColumn(10, None, missing_id=1, first_id=2))
     known = np.array(
-        [token for column in KNOWN[schema.tokens] for token in column], category_type(schema)
+        [token for column in KNOWN[schema.tokens] for token in column],
+        category_type(schema),
     )
     return Preprocessor("test", schema, (*dense,), (*sparse,), known)
 
@@ -857,13 +877,15 @@ def drawn_rows(schema: Schema, count: int, rng: random.Random) -> list[Row]:
 def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None:
     preprocessor = make(schema)
     encoded = preprocessor.encode(
-        raw_of(rows, schema), None if order is None else np.array(order, np.int64)
+        raw_of(rows, schema),
+        None if order is None else np.array(order, np.int64),
     )
     rows = rows if order is None else [rows[i] for i in order]
     assert len(encoded) == len(rows)
     assert_same(encoded.label, np.array([row[0] for row in rows], np.float32))
     assert_same(
-        encoded.weights, np.array([row[1] for row in rows], np.float32) if schema.weight else None
+        encoded.weights,
+        np.array([row[1] for row in rows], np.float32) if schema.weight else None,
     )
     for d, rule in enumerate(preprocessor.dense):
         check_numbers(encoded.dense[:, d], rule, [row[2][d] for row in rows])
@@ -920,7 +942,9 @@ def test_small_integer_table_matches_computation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "cells"), [(ANY, [5, [], None, [3, 4]]), (HEXADECIMAL, [5, None, None])], ids=KNOWN
+    ("schema", "cells"),
+    [(ANY, [5, [], None, [3, 4]]), (HEXADECIMAL, [5, None, None])],
+    ids=KNOWN,
 )
 def test_unlabelled_rows_have_neither_labels_nor_weights(schema: Schema, cells: list[Any]) -> None:
     encoded = make(schema).encode(raw_of([(0, 1.0, [1.0, None], cells)], schema.unlabelled()))

@@ -39,7 +39,9 @@ def picture(label: int, row: int, kind: str) -> bytes:
     pixels = np.random.default_rng((label, row)).integers(0, 60, (32, 40, 3), dtype=np.uint8)
     pixels[4:28, 4:36, label] += np.uint8(180)
     Image.fromarray(pixels).save(
-        content := io.BytesIO(), format=kind, **({"quality": 95} if kind == "JPEG" else {})
+        content := io.BytesIO(),
+        format=kind,
+        **({"quality": 95} if kind == "JPEG" else {}),
     )
     return content.getvalue()
 
@@ -116,7 +118,8 @@ def test_order_and_pixels_match_image_folder(folder: Path) -> None:
         with Image.open(expected[row][0]) as image:
             box = (8.0, 4.0, 32.0, 28.0)  # the center 24 x 24 of 40 x 32 pixels
             assert np.array_equal(
-                pixels, np.asarray(image.resize((24, 24), Image.Resampling.BILINEAR, box=box))
+                pixels,
+                np.asarray(image.resize((24, 24), Image.Resampling.BILINEAR, box=box)),
             )
     gray = rows_of(index, mode="L").read(numbers)["images"]
     assert (gray.shape, gray.dtype) == ((4, 24, 24), np.uint8)
@@ -128,7 +131,9 @@ def index(folder: Path) -> ImageIndex:
 
 
 def test_shards_have_order_and_pixels_of_image_folder(
-    folder: Path, tmp_path: Path, index: ImageIndex
+    folder: Path,
+    tmp_path: Path,
+    index: ImageIndex,
 ) -> None:
     expected = rows_of(index, 5).read_epoch(np.arange(60), 2)
     shards = index_of(write_shards(tmp_path / "shards", index, rows=25))
@@ -157,7 +162,8 @@ def test_random_crops_depend_on_seed_epoch_and_row(folder: Path, index: ImageInd
     numbers = np.arange(12)
     images = rows.read_epoch(numbers, 1)["images"]
     assert np.array_equal(
-        images[[7, 2]], rows_of(index, 5).read_epoch(np.array([7, 2]), 1)["images"]
+        images[[7, 2]],
+        rows_of(index, 5).read_epoch(np.array([7, 2]), 1)["images"],
     )
     for other in (rows.read_epoch(numbers, 2), rows_of(index, 6).read_epoch(numbers, 1)):
         assert not any(np.array_equal(a, b) for a, b in zip(images, other["images"], strict=True))
@@ -278,7 +284,10 @@ def test_run_learns_resumes_and_is_used(folder: Path, tmp_path: Path) -> None:
     assert resumed.summary["weights_sha256"] == run.summary["weights_sha256"]
     assert resumed.summary["rows_lost"] == resumed.summary["rows_repeated"] == 0
     metrics = rayrec.evaluate(
-        run.folder, str(folder / "val"), cluster_address="none", console=QUIET
+        run.folder,
+        str(folder / "val"),
+        cluster_address="none",
+        console=QUIET,
     )
     assert (metrics["rows"], metrics["accuracy"]) == (
         18,
@@ -287,7 +296,11 @@ def test_run_learns_resumes_and_is_used(folder: Path, tmp_path: Path) -> None:
     mixed = shutil.copytree(folder / "val" / "cat", tmp_path / "mixed")
     (mixed / "0.png").write_bytes(b"damaged")
     rayrec.predict(
-        run.folder, str(mixed), out=str(tmp_path / "out"), cluster_address="none", console=QUIET
+        run.folder,
+        str(mixed),
+        out=str(tmp_path / "out"),
+        cluster_address="none",
+        console=QUIET,
     )
     assert pq.read_table(tmp_path / "out")["prediction"].to_pylist() == [-1, *[2] * 6]
     rayrec.export(run.folder, out=str(tmp_path / "exported"))
@@ -302,7 +315,9 @@ def test_run_learns_resumes_and_is_used(folder: Path, tmp_path: Path) -> None:
     changed = shutil.copytree(folder, tmp_path / "changed")
     (changed / "train" / "cat" / "0_0.png").rename(changed / "train" / "cat" / "z.png")
     rejects(
-        "cannot resume, because data_hash changed", train, run_of(changed, tmp_path / "b", steps=40)
+        "cannot resume, because data_hash changed",
+        train,
+        run_of(changed, tmp_path / "b", steps=40),
     )
 
 
@@ -399,7 +414,10 @@ THREE = ["train/a/1.jpg", "train/b/1.jpg", "train/c/1.jpg", "val/a/1.jpg"]
     ],
 )
 def test_unusable_input_is_rejected(
-    tmp_path: Path, files: list[str], changes: dict[str, Any], message: str
+    tmp_path: Path,
+    files: list[str],
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     for name in files:
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -410,7 +428,10 @@ def test_unusable_input_is_rejected(
 
 @pytest.mark.extended
 def test_images_are_read_from_store(
-    folder: Path, bucket: str, tmp_path: Path, index: ImageIndex
+    folder: Path,
+    bucket: str,
+    tmp_path: Path,
+    index: ImageIndex,
 ) -> None:
     write_shards(tmp_path / "shards", index, rows=25)
     rayrec.storage.copy_files(str(folder), f"{bucket}/images")

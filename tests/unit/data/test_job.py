@@ -50,7 +50,10 @@ def _make(out: str, *, last_file: str | None, engine: LoopEngine | None = None) 
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
         list(
             job.run(
-                "write", functools.partial(_write, folder=job.folder), ITEMS, engine or LoopEngine()
+                "write",
+                functools.partial(_write, folder=job.folder),
+                ITEMS,
+                engine or LoopEngine(),
             )
         )
         if last_file is not None:
@@ -71,7 +74,10 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
 @pytest.mark.parametrize("last_file", ["last", None])
 @pytest.mark.parametrize("tasks", range(5))
 def test_job_resumes_after_kill(
-    tmp_path: Path, place: str, last_file: str | None, tasks: int
+    tmp_path: Path,
+    place: str,
+    last_file: str | None,
+    tasks: int,
 ) -> None:
     out = f"{place}{tmp_path}/out"
     engine = LoopEngine()
@@ -161,7 +167,9 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
 def test_kill_while_folder_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: str,
 ) -> None:
     out = tmp_path / "out"
     killed = _begun(str(tmp_path / "out"))
@@ -181,7 +189,9 @@ def test_kill_while_folder_appears(
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
 def test_job_resumes_copy_to_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    copies: int,
 ) -> None:
     """Killed after some of two files, or after both, before the job's inputs are removed."""
     url = f"file://{tmp_path}/out"
@@ -231,13 +241,15 @@ def test_job_rejects_second_writer(tmp_path: Path) -> None:
 
 
 def test_job_errors_name_fix_and_are_raised_while_tasks_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
     rejects(r"gone: not visible to tasks on .*choose an --out that all nodes share", folder.require)
     with (
         pytest.raises(
-            InputError, match=r"gone: No space left .*make room there and run the same command"
+            InputError,
+            match=r"gone: No space left .*make room there and run the same command",
         ),
         folder.disk_errors(),
     ):
@@ -267,10 +279,18 @@ def values(tables: Iterator[pa.Table]) -> list[float]:
 
 
 def stream(
-    function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1
+    function: Callable[[Any], pa.Table],
+    items: range,
+    *,
+    num_threads: int = 2,
+    prefetch: int = 1,
 ) -> Generator[Any]:
     return ThreadEngine(num_threads).stream(
-        "stream", function, items, block_bytes=1, prefetch_blocks=prefetch
+        "stream",
+        function,
+        items,
+        block_bytes=1,
+        prefetch_blocks=prefetch,
     )
 
 
@@ -466,7 +486,8 @@ def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(
-    not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing"
+    not os.path.exists("/proc/thread-self/schedstat"),
+    reason="the kernel does not report queueing",
 )
 def test_schedstat_increases() -> None:
     clock = stage_times._Clock()
@@ -545,6 +566,8 @@ def test_stage_times_sum_until_taken() -> None:
     ],
 )
 def test_grouped_keeps_order_and_limits(
-    sizes: list[int], limits: dict[str, Any], expected: list[list[int]]
+    sizes: list[int],
+    limits: dict[str, Any],
+    expected: list[list[int]],
 ) -> None:
     assert grouped(sizes, int, **limits) == expected

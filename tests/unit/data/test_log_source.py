@@ -102,7 +102,8 @@ def hive(folder: Path, *, csv: bool = False) -> None:
         for part in range(2):
             rows = table(5, first=100 * day + 10 * part)
             (arrow_csv.write_csv if csv else pq.write_table)(
-                rows, place / f"part-{part}.{'csv' if csv else 'parquet'}"
+                rows,
+                place / f"part-{part}.{'csv' if csv else 'parquet'}",
             )
     (folder / "_temporary" / "dt=2026-01-03").mkdir(parents=True)
     (folder / "_temporary" / "dt=2026-01-03" / "part-0.parquet").write_bytes(b"half")
@@ -291,7 +292,9 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     ("content", "message"),
     [
         pytest.param(
-            b"", "not an idx file .it begins with nothing", id="not-an-idx-file-.it-begins-with"
+            b"",
+            "not an idx file .it begins with nothing",
+            id="not-an-idx-file-.it-begins-with",
         ),
         pytest.param(b"\0\0\x08", "not an idx file .it begins with 00 00 08", id="case-1"),
         pytest.param(
@@ -307,7 +310,9 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
             id="b-x00-x00-r-idx-LABELS-3",
         ),
         pytest.param(
-            idx(IMAGES)[:10], "cut short within its header of 16 bytes", id="idx-IMAGES-10"
+            idx(IMAGES)[:10],
+            "cut short within its header of 16 bytes",
+            id="idx-IMAGES-10",
         ),
         pytest.param(
             idx(IMAGES)[:-1],
@@ -385,7 +390,9 @@ def test_damaged_files_are_rejected(content: Any, message: str, tmp_path: Path) 
             LABELS[:4],
             r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels",
             lambda folder: read_pair(
-                str(folder / IMAGE_FILE), str(folder / LABEL_FILE), num_classes=10
+                str(folder / IMAGE_FILE),
+                str(folder / LABEL_FILE),
+                num_classes=10,
             ),
             id="fewer labels",
         ),
@@ -413,7 +420,11 @@ def test_damaged_files_are_rejected(content: Any, message: str, tmp_path: Path) 
     ],
 )
 def test_read_idx_rejects_wrong_shapes(
-    images: Any, labels: Any, message: str, read: Callable[[Path], Any], tmp_path: Path
+    images: Any,
+    labels: Any,
+    message: str,
+    read: Callable[[Path], Any],
+    tmp_path: Path,
 ) -> None:
     for name, values in ((IMAGE_FILE, images), (LABEL_FILE, labels)):
         if values is not None:
@@ -495,7 +506,10 @@ def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
 def test_commands_name_labels_and_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, good: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    good: int,
 ) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "schema.yaml").write_text(
@@ -546,10 +560,14 @@ TEXT = Schema(
             id="1-2-3",
         ),
         pytest.param(
-            ["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1", id="1-1"
+            ["-1", "1"],
+            "found -1, 1 in column click; derive one, such as click >= 1",
+            id="1-1",
         ),
         pytest.param(
-            ["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1", id="0.0-1.0"
+            ["0.0", "1.0"],
+            "found 0.0, 1.0 in column click; write them as 0 and 1",
+            id="0.0-1.0",
         ),
         pytest.param(
             ["no", "yes"],

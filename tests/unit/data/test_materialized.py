@@ -89,12 +89,19 @@ def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = Non
     """Ids up to num_embeddings, or to the 32 bits of tokens."""
     dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0),) * len(schema.dense)
     return hashed_preprocessor(
-        [num_embeddings] * len(schema.sparse), schema, dense=dense, multi_hot=multi_hot
+        [num_embeddings] * len(schema.sparse),
+        schema,
+        dense=dense,
+        multi_hot=multi_hot,
     )
 
 
 def write(
-    index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any
+    index: LogIndex,
+    preprocessor: Preprocessor,
+    out: Path,
+    format: str,
+    **changes: Any,
 ) -> PreprocessedDataset:
     arguments: dict[str, Any] = {"engine": LoopEngine(), "segments_per_task": 3, **changes}
     result = preprocess(
@@ -117,7 +124,11 @@ def order_of(index: LogIndex, start: int, stop: int, shuffle: str = "none") -> B
 
 
 def assert_same_epochs(
-    raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], **how: bool
+    raw: LogIndex,
+    made: LogIndex,
+    preprocessor: Preprocessor,
+    rows: tuple[int, int],
+    **how: bool,
 ) -> None:
     """All blocks of some epochs, in every order."""
     for shuffle, epoch in (
@@ -128,7 +139,8 @@ def assert_same_epochs(
         ("window", 1),
     ):
         for pair in zip(
-            *[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)], strict=True
+            *[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)],
+            strict=True,
         ):
             assert (pair[0].rows, pair[0].seed) == (pair[1].rows, pair[1].seed)
             cut_at = pair[0].rows // 3  # as pieces are dealt
@@ -140,7 +152,10 @@ def assert_same_epochs(
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_every_order_returns_equal_rows(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
+    format: str,
 ) -> None:
     sets = Split(kind="last_file").rows(days)
     write(days, preprocessor, tmp_path / "out", format, sets=sets)
@@ -173,7 +188,8 @@ OTHER_PROFILES = [
 
 
 @pytest.mark.parametrize(
-    ("format", "name"), [*itertools.product(WRITABLE_FORMATS, ALL), *OTHER_PROFILES]
+    ("format", "name"),
+    [*itertools.product(WRITABLE_FORMATS, ALL), *OTHER_PROFILES],
 )
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
     profiled = learn(
@@ -186,13 +202,19 @@ def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -
         profiled = replace(profiled, sparse=(replace(first, num_embeddings=2**32), *others))
         assert profiled.id_dtype == np.int64
     assert_same_epochs(
-        days, write(days, profiled, tmp_path / "out", format).index, profiled, (100, 2000)
+        days,
+        write(days, profiled, tmp_path / "out", format).index,
+        profiled,
+        (100, 2000),
     )
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_unlabelled(
-    click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor
+    click_log: Path,
+    tmp_path: Path,
+    format: str,
+    preprocessor: Preprocessor,
 ) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
@@ -250,19 +272,25 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
         lists=("seen",),
     )
     return open_index(
-        folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")
+        folder,
+        schema,
+        segment_bytes=2000,
+        cache=tmp_path_factory.mktemp("cache"),
     ), hashed(schema, 2**28)
 
 
 def test_parquet_stores_lists_and_weights(
-    tmp_path: Path, lists: tuple[LogIndex, Preprocessor]
+    tmp_path: Path,
+    lists: tuple[LogIndex, Preprocessor],
 ) -> None:
     index, preprocessor = lists
     dataset = write(index, preprocessor, tmp_path / "out", "parquet", sets=Split().rows(index))
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
     assert_same_epochs(index, dataset.index, preprocessor, Split().rows(index)["validation"])
     read = pyarrow.dataset.dataset(
-        tmp_path / "out", partitioning="hive", exclude_invalid_files=True
+        tmp_path / "out",
+        partitioning="hive",
+        exclude_invalid_files=True,
     ).to_table()
     assert set(read.column_names) == {
         "clicked",
@@ -275,7 +303,10 @@ def test_parquet_stores_lists_and_weights(
 
 
 def test_write_rejects_unsupported_columns(
-    days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path
+    days: LogIndex,
+    lists: Any,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
 ) -> None:
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(
@@ -320,7 +351,10 @@ def test_write_rejects_unsupported_columns(
 
 
 def test_binary_rejects_wide_numbers(
-    days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor
+    days: LogIndex,
+    tmp_path: Path,
+    click_log: Path,
+    preprocessor: Preprocessor,
 ) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:300]
     columns = lines[123].split(b"\t")
@@ -360,7 +394,10 @@ def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path)
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_torchrec_reads_npy(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, mapped: bool
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
+    mapped: bool,
 ) -> None:
     write(days, preprocessor, tmp_path / "out", "npy")
     paths = [
@@ -393,7 +430,9 @@ def test_torchrec_reads_npy(
 
 
 def test_parquet_has_row_group_per_segment(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
 ) -> None:
     sets = Split().rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", "parquet", sets=sets)
@@ -407,16 +446,23 @@ def test_parquet_has_row_group_per_segment(
             assert metadata.schema.names == list(SCHEMA.columns)
         assert groups == [part.stop - part.start for part in days.parts(start, stop)]
     table = pyarrow.dataset.dataset(
-        tmp_path / "out", partitioning="hive", exclude_invalid_files=True
+        tmp_path / "out",
+        partitioning="hive",
+        exclude_invalid_files=True,
     ).to_table()
     assert table.num_rows == days.rows == dataset.index.rows
 
 
 def test_row_stream_reads_mapped_rows(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
 ) -> None:
     blocks = order_of(
-        write(days, preprocessor, tmp_path / "out", "binary").index, 0, days.rows, "window"
+        write(days, preprocessor, tmp_path / "out", "binary").index,
+        0,
+        days.rows,
+        "window",
     ).blocks(0)
     block_ranges = [(blocks[block_range.block], block_range) for block_range in full_epoch(blocks)]
     expected = [
@@ -435,24 +481,31 @@ def test_row_stream_reads_mapped_rows(
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
     assert_same(
-        next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0]
+        next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)),
+        expected[0],
     )
 
 
 def test_load_rejects_rows_beyond_memory(
-    days: Any, preprocessor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    days: Any,
+    preprocessor: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
     stream = RowStream(
-        MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]
+        MappedSource(preprocessor, in_memory=True),
+        [(block, full_epoch([block])[0])],
     )
     rejects(r"do not fit into .* free memory\. Set in_memory off", next, stream)
 
 
 def test_read_rejects_other_preprocessor(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
 ) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
     other = learn(days, SCHEMA, RAYREC.replace(min_count=5))
@@ -462,7 +515,10 @@ def test_read_rejects_other_preprocessor(
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_damaged_files_raise(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
+    format: str,
 ) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
@@ -497,7 +553,9 @@ def test_damaged_files_raise(
 
 
 def test_open_rejects_invalid_manifest(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
 ) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
         assert not LogSource.at(str(place)).is_preprocessed
@@ -665,10 +723,14 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
 
 
 def test_kill_after_last_task_resumes(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json")
+        storage,
+        "write_bytes",
+        at_first([Died()], storage.write_bytes, end="dataset.json"),
     )
     fails_with(Died, "", run, log, tmp_path / "out", format="npy")
     engine = LoopEngine()
@@ -680,7 +742,12 @@ def test_kill_after_last_task_resumes(
 def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
     class Twice(LoopEngine):
         def run(
-            self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0
+            self,
+            name: str,
+            function: Any,
+            items: Sequence[Any],
+            *,
+            block_bytes: int = 0,
         ) -> Iterator[pa.Table]:
             for item in [*items[::-1], *items]:
                 function(item)
@@ -756,7 +823,9 @@ def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
 
 
 def test_preprocess_writes_to_urls_and_small_disk_raises(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
@@ -776,7 +845,9 @@ def test_preprocess_writes_to_urls_and_small_disk_raises(
     assert (
         len(
             read_preprocessed(
-                open_preprocessed(out, verify=True).index.segments, np.arange(LOG_ROWS), HASHED
+                open_preprocessed(out, verify=True).index.segments,
+                np.arange(LOG_ROWS),
+                HASHED,
             )
         )
         == LOG_ROWS
@@ -792,7 +863,9 @@ def test_preprocess_writes_to_urls_and_small_disk_raises(
 
 
 def test_full_disk_resumes_and_partial_writes_continue(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
@@ -805,7 +878,9 @@ def test_full_disk_resumes_and_partial_writes_continue(
     run(log, tmp_path / "out")
     pwrite = os.pwrite
     monkeypatch.setattr(
-        os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start)
+        os,
+        "pwrite",
+        lambda descriptor, data, start: pwrite(descriptor, data[:1000], start),
     )
     run(log, tmp_path / "pieces")
     assert files_in(tmp_path / "out") == files_in(tmp_path / "pieces")
@@ -814,7 +889,12 @@ def test_full_disk_resumes_and_partial_writes_continue(
 def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
     class Elsewhere(LoopEngine):
         def run(
-            self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0
+            self,
+            name: str,
+            function: Any,
+            items: Sequence[Any],
+            *,
+            block_bytes: int = 0,
         ) -> Iterator[pa.Table]:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
@@ -959,7 +1039,10 @@ def test_shuffle_moves_training_rows_only(log: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_shuffle_matches_for_any_tasks(
-    log: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+    log: Path,
+    tmp_path: Path,
+    format: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = keys(shuffled(log, tmp_path / "expected"))
     for segments_per_task in (1, 4, 1000):
@@ -987,7 +1070,9 @@ def test_gather_reads_needed_pages_only(tmp_path: Path, monkeypatch: pytest.Monk
         return np.searchsorted(*arguments)
 
     monkeypatch.setattr(
-        write_tasks, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted})
+        write_tasks,
+        "np",
+        SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}),
     )
     before = pa.total_allocated_bytes()
     assert gather_runs([path], 1000, 1100).column("value").to_pylist() == list(range(1000, 1100))

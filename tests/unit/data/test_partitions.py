@@ -116,7 +116,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     columns = "label: click, dense: [price, level], sparse: [user, city, hour], timestamp: dt"
     (root / "schema.yaml").write_text(f"{{{columns}, delimiter: ','}}")
     config = recipes.clicks(str(root / "flat"), schema=SCHEMA).replace(
-        storage_path=str(root), name="model", steps=2, **LEAN
+        storage_path=str(root),
+        name="model",
+        steps=2,
+        **LEAN,
     )
     train(config)
     return root
@@ -171,7 +174,12 @@ class Commands:
         return [
             trial["best"]
             for trial in self._train(
-                "tune", path, "--search", self._out("space.yaml"), "--cluster.address", "none"
+                "tune",
+                path,
+                "--search",
+                self._out("space.yaml"),
+                "--cluster.address",
+                "none",
             )["trials"]
         ]
 
@@ -207,7 +215,13 @@ class Commands:
 
     def preprocess(self, path: str) -> Any:
         self._run(
-            "preprocess", path, *self._schema, "--out", self._out("encoded"), "--format", "parquet"
+            "preprocess",
+            path,
+            *self._schema,
+            "--out",
+            self._out("encoded"),
+            "--format",
+            "parquet",
         )
         return self._columns("encoded")
 
@@ -344,7 +358,12 @@ def test_commands_read_partitions_like_columns(
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("scheme", "kind"), LAYOUTS.values(), ids=LAYOUTS)
 def test_drafted_schema_names_partition_columns(
-    logs: Path, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest, scheme: str, kind: str
+    logs: Path,
+    tmp_path: Path,
+    capsys: Any,
+    request: pytest.FixtureRequest,
+    scheme: str,
+    kind: str,
 ) -> None:
     lake(request, kind)
     assert (
@@ -353,7 +372,9 @@ def test_drafted_schema_names_partition_columns(
     schema = load_schema((tmp_path / "draft.yaml").read_text(), "draft")
     assert (schema.label, set(schema.columns)) == ("click", {"click", "price", "user", *TYPES})
     assert open_index(
-        f"{scheme}{logs}/{kind}", schema, cache=tmp_path / "cache"
+        f"{scheme}{logs}/{kind}",
+        schema,
+        cache=tmp_path / "cache",
     ).rows == ROWS * len(FOLDERS)
 
 
@@ -393,7 +414,10 @@ def test_file_column_overrides_partition(kind: str, tmp_path: Path) -> None:
     ids=["dense", "weight", "timestamp"],
 )
 def test_unusable_partition_values_are_rejected(
-    tmp_path: Path, kind: str, schema: Schema, message: str
+    tmp_path: Path,
+    kind: str,
+    schema: Schema,
+    message: str,
 ) -> None:
     write(pa.table({"click": [0, 1] * 4, "user": ["a", "b"] * 4}), tmp_path / "land=de", kind)
     for labelled in (schema, schema.replace(label=None)):
@@ -420,7 +444,9 @@ def test_partition_columns_of_paths() -> None:
     ],
 )
 def test_partitions_of_samples_are_spread_over_files(
-    num_files: int, rows: int, days: list[str]
+    num_files: int,
+    rows: int,
+    days: list[str],
 ) -> None:
     files = [storage.File(f"/log/day={number}/a.parquet", 1, 0) for number in range(num_files)]
     sample = with_sampled_partitions(pa.table({"x": list(range(rows))}), files)
@@ -501,7 +527,9 @@ def test_folders_of_globs_are_checked_evenly(tmp_path: Path) -> None:
     assert len(storage.list_files(f"{tmp_path}/*/a.parquet")) == 32
     (tmp_path / "day_30" / "_delta_log").mkdir()
     rejects(
-        "the Delta table .*/day_30 as plain files", storage.list_files, f"{tmp_path}/*/a.parquet"
+        "the Delta table .*/day_30 as plain files",
+        storage.list_files,
+        f"{tmp_path}/*/a.parquet",
     )
 
 

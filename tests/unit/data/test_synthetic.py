@@ -58,7 +58,8 @@ def planted() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(
-    kaggle: tuple[Path, dict[str, Any]], tmp_path: Path
+    kaggle: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     out, truth = kaggle
     assert (
@@ -114,7 +115,8 @@ def test_label_rate_and_auroc_match_targets(dialect: str, rate: float) -> None:
 
 
 def test_truth_matches_file_rows(
-    kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]
+    kaggle: tuple[Path, dict[str, Any]],
+    planted: tuple[np.ndarray, np.ndarray],
 ) -> None:
     out, truth = kaggle
     logits, labels = planted
@@ -134,7 +136,8 @@ def test_truth_matches_file_rows(
     ]
     for name, part in (("validation", slice(60_000, 65_000)), ("test", slice(65_000, 70_000))):
         assert split[name]["auroc"] == pytest.approx(
-            roc_auc_score(labels[part], logits[part]), abs=1e-12
+            roc_auc_score(labels[part], logits[part]),
+            abs=1e-12,
         )
         assert split[name]["normalized_entropy"] < 1
     assert [detail["rows"] for detail in truth["days_detail"]] == [23_334, 23_333, 23_333]
@@ -154,7 +157,8 @@ def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> 
     labels = rng.integers(0, 2, 2_000).astype(np.uint8)
     scores[:10] = -0.0
     assert synthetic.exact_auroc(scores, labels) == pytest.approx(
-        roc_auc_score(labels, scores), abs=1e-12
+        roc_auc_score(labels, scores),
+        abs=1e-12,
     )
     assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
     calls: list[tuple[int, int]] = []
@@ -179,7 +183,10 @@ def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> 
 def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"rows": 6_000, "days": 3, "seed": 4}
     truth = synthetic.generate(
-        str(tmp_path / "dated"), drift=5, first_date="2026-02-27", **arguments
+        str(tmp_path / "dated"),
+        drift=5,
+        first_date="2026-02-27",
+        **arguments,
     )
     names = [f"dt={date}/train.txt" for date in ("2026-02-27", "2026-02-28", "2026-03-01")]
     files = sorted(
@@ -191,7 +198,8 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     days = [
         rows
         for _, rows in GroundTruth("kaggle", 4, 5).rows(
-            0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)]
+            0,
+            spans=[(0, 2_000), (1, 2_000), (2, 2_000)],
         )
     ]
     draws = plan._draws(
@@ -201,7 +209,8 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
         expected = plan._rows(draws[:, 2_000 * number : 2_000 * (number + 1)], day)
         assert (days[number].logits == expected.logits).all()
         assert truth["days_detail"][number]["auroc"] == synthetic.exact_auroc(
-            expected.logits, expected.labels
+            expected.logits,
+            expected.labels,
         )
     assert truth["drift"] == 5
     synthetic.generate(str(tmp_path / "plain"), **arguments)
@@ -245,7 +254,9 @@ def test_failed_dated_log_leaves_no_folder_and_tokens_drift(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("parallelism", [1, 2])
 def test_failed_log_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parallelism: int,
 ) -> None:
     genuine = synthetic._block_text
 
@@ -331,7 +342,11 @@ def format_extremes(capacity: int) -> bytes:
     labels = np.ones(count, dtype=np.uint8)
     try:
         size = format_rows(
-            labels, dense=EXTREMES, tokens=tokens, missing=missing, out=out[:capacity]
+            labels,
+            dense=EXTREMES,
+            tokens=tokens,
+            missing=missing,
+            out=out[:capacity],
         )
     finally:
         assert (out[capacity:] == 0xEE).all()
@@ -357,7 +372,11 @@ def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
     assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
     for name, array in good.items():
         fails_with(
-            ValueError, f"^{name}:", format_rows, labels, **{**good, name: array.astype(np.int16)}
+            ValueError,
+            f"^{name}:",
+            format_rows,
+            labels,
+            **{**good, name: array.astype(np.int16)},
         )
 
 
@@ -397,7 +416,11 @@ def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) 
     log_scores = rayrec.evaluate(log_result.folder, str(click_log / "train.txt"), console=QUIET)
     assert rayrec.evaluate(log_result.folder, PATH, console=QUIET)["auroc"] == log_scores["auroc"]
     made = rayrec.preprocess(
-        PATH, out=str(tmp_path / "ready"), format="binary", split="last_file", console=QUIET
+        PATH,
+        out=str(tmp_path / "ready"),
+        format="binary",
+        split="last_file",
+        console=QUIET,
     )
     assert made["rows"] == 20_000
     assert rayrec.export(random_result.folder, out=str(tmp_path / "exported"))

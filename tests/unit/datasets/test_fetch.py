@@ -116,10 +116,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "*")
     files: dict[str, Served] = {}
     with QuietServer(
-        ("127.0.0.1", 0), type("BoundHandler", (Handler,), {"files": files})
+        ("127.0.0.1", 0),
+        type("BoundHandler", (Handler,), {"files": files}),
     ) as running:
         thread = threading.Thread(
-            target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+            target=running.serve_forever,
+            kwargs={"poll_interval": 0.02},
+            daemon=True,
         )
         thread.start()
         yield Server(f"http://127.0.0.1:{running.server_address[1]}", files)
@@ -256,7 +259,10 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path, no_wa
     ],
 )
 def test_fetch_rejects_unpublished_content(
-    server: Server, tmp_path: Path, known: dict[str, Any], why: str
+    server: Server,
+    tmp_path: Path,
+    known: dict[str, Any],
+    why: str,
 ) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
     file = server.file(page="https://example.org/a", **known)
@@ -267,7 +273,9 @@ def test_fetch_rejects_unpublished_content(
 
 
 def test_proxy_of_environment_is_used(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = "http://logs.invalid/a.gz"
     server.files[url] = Served()
@@ -279,7 +287,9 @@ def test_proxy_of_environment_is_used(
 
 
 def test_system_certificates_are_used(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A proxy may have a certificate that only the system knows."""
     (tmp_path / "certificates.pem").write_text("none")
@@ -289,7 +299,10 @@ def test_system_certificates_are_used(
 
 
 def test_unreachable_hosts_raise(
-    server: Server, tmp_path: Path, no_waits: None, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    no_waits: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = RemoteFile(name="a.gz", url="http://127.0.0.1:1/a.gz", page="https://example.org/a")
     by_hand = r"Connection refused.*put it into .* by hand from https://example\.org/a\."
@@ -314,7 +327,11 @@ def test_redirect_is_followed_and_checked(server: Server, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("status", "attempts"), [(503, 4), (403, 1)])
 def test_only_temporary_errors_are_retried(
-    server: Server, tmp_path: Path, no_waits: None, status: int, attempts: int
+    server: Server,
+    tmp_path: Path,
+    no_waits: None,
+    status: int,
+    attempts: int,
 ) -> None:
     served = server.files["a.gz"] = Served(statuses=[status] * 10)
     rejects(f"a.gz: cannot be fetched .*{status}", fetch, [server.file()], str(tmp_path))
@@ -357,7 +374,9 @@ def test_failure_stops_other_downloads(server: Server, tmp_path: Path) -> None:
 
 
 def test_full_disk_raises_before_download(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))

@@ -83,12 +83,16 @@ def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 def _check_mean(
-    together: str | Path, models: Sequence[str | Path], rows: EncodedRows
+    together: str | Path,
+    models: Sequence[str | Path],
+    rows: EncodedRows,
 ) -> list[np.ndarray]:
     """Check that the ensemble scores the mean of models, whose logits are returned."""
     alone = [open_served(str(model)).score(rows) for model in models]
     np.testing.assert_allclose(
-        open_served(str(together)).score(rows), np.mean(alone, axis=0), atol=1e-6
+        open_served(str(together)).score(rows),
+        np.mean(alone, axis=0),
+        atol=1e-6,
     )
     return alone
 
@@ -103,12 +107,17 @@ def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     targets = load_targets(Teacher(together, 1.0), models[0].preprocessor)
     labelled = models[0].rows(200, labelled=True)
     np.testing.assert_allclose(
-        targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6
+        targets(labelled),
+        1 / (1 + np.exp(-served.score(labelled))),
+        atol=1e-6,
     )
 
 
 def test_ensemble_is_nested_and_exported(
-    models: Any, together: str, click_log: Path, tmp_path: Path
+    models: Any,
+    together: str,
+    click_log: Path,
+    tmp_path: Path,
 ) -> None:
     twice = str(tmp_path / "twice")
     out = tmp_path / "export"
@@ -116,7 +125,10 @@ def test_ensemble_is_nested_and_exported(
     rows = models[0].rows(50)
     alone = _check_mean(twice, [together, models[1].run], rows)
     report = rayrec.export(
-        together, out=str(out), quantize="int8", parity_path=str(click_log / "train.txt")
+        together,
+        out=str(out),
+        quantize="int8",
+        parity_path=str(click_log / "train.txt"),
     )
     assert report["parity"]["failure"] is None
     assert json.loads((out / "manifest.json").read_text())["model"]["width"] == 8 + 4 + 12
@@ -153,7 +165,8 @@ def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -
     first = str(models[0].run)
     out = str(tmp_path / "out")
     elsewhere = save_clicks(
-        tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3))
+        tmp_path / "elsewhere",
+        preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3)),
     )
     rejected: list[tuple[list[Path], str]] = [
         ([], "at least two checkpoints"),
@@ -362,12 +375,17 @@ def _labels(log: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def comparison(
-    compared: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory
+    compared: list[Saved],
+    log: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYREC_CACHE", str(tmp_path_factory.mktemp("cache")))
         return rayrec.compare(
-            [str(saved.run) for saved in compared], str(log), group="cat_5", **QUIET
+            [str(saved.run) for saved in compared],
+            str(log),
+            group="cat_5",
+            **QUIET,
         )
 
 
@@ -377,7 +395,9 @@ def _logits(saved: Saved, log: Path) -> np.ndarray:
 
 
 def test_comparison_matches_single_evaluations(
-    comparison: dict[str, Any], compared: list[Saved], log: Path
+    comparison: dict[str, Any],
+    compared: list[Saved],
+    log: Path,
 ) -> None:
     labels = _labels(log)
     assert (comparison["rows"], comparison["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
@@ -393,7 +413,9 @@ def test_comparison_matches_single_evaluations(
 
 
 def test_comparison_differences_match_resampling(
-    comparison: dict[str, Any], compared: list[Saved], log: Path
+    comparison: dict[str, Any],
+    compared: list[Saved],
+    log: Path,
 ) -> None:
     labels = _labels(log)
     logits = [_logits(saved, log) for saved in (compared[2], compared[0])]
@@ -408,7 +430,8 @@ def test_comparison_differences_match_resampling(
 
 
 def test_costs_of_compared_models_match_checkpoints(
-    comparison: dict[str, Any], compared: list[Saved]
+    comparison: dict[str, Any],
+    compared: list[Saved],
 ) -> None:
     for saved, report in zip(compared, comparison["models"], strict=True):
         assert report["parameters"] == sum(
@@ -417,7 +440,9 @@ def test_costs_of_compared_models_match_checkpoints(
         model = saved.config.workload.model  # type: ignore[attr-defined]
         inputs = ModelInputs.from_schema(saved.preprocessor.inputs)
         assert report["multiply_adds"] == network_multiply_adds(
-            saved.model.head.network, inputs, model
+            saved.model.head.network,
+            inputs,
+            model,
         )
         assert report["checkpoint"] == str(saved.checkpoint)
         assert report["preprocessor"] == saved.preprocessor.hash()
@@ -441,7 +466,10 @@ def test_joined_models_are_compared(models: list[Saved], together: str, log: Pat
 def test_gates_compare_models(compared: list[Saved], log: Path) -> None:
     places = [str(saved.run) for saved in compared[::2]]
     found = rayrec.compare(
-        places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET
+        places,
+        str(log),
+        gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9),
+        **QUIET,
     )
     gain = found["differences"][0]["auroc"]
     assert [line.partition(":")[0] for line in found["failures"]] == [
@@ -454,7 +482,9 @@ def test_gates_compare_models(compared: list[Saved], log: Path) -> None:
 
 
 def test_compare_command_output_and_exit_status(
-    compared: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]
+    compared: list[Saved],
+    log: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = [
         "compare",
@@ -481,7 +511,9 @@ def test_compare_command_output_and_exit_status(
 
 
 def test_models_of_several_recipes_are_compared(
-    compared: list[Saved], log: Path, tmp_path: Path
+    compared: list[Saved],
+    log: Path,
+    tmp_path: Path,
 ) -> None:
     models = own_click_model.OwnConfig(embedding_dim=8), own_click_model.SlowConfig(embedding_dim=4)
     own = [
@@ -491,7 +523,10 @@ def test_models_of_several_recipes_are_compared(
     places = [str(each.run) for each in (compared[0], *own)]
     rejects(r"config\.yaml: no recipe 'own_model'", rayrec.compare, places, str(log), **QUIET)
     found = rayrec.compare(
-        places, str(log), recipe=[own_click_model.own_model, own_click_model.own_images], **QUIET
+        places,
+        str(log),
+        recipe=[own_click_model.own_model, own_click_model.own_images],
+        **QUIET,
     )
     sizes = [
         sum(parameter.numel() for parameter in each.model.parameters())
@@ -519,15 +554,20 @@ def test_models_of_several_recipes_are_compared(
 
 
 def test_invalid_comparison_is_rejected_first(
-    compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compared: list,
+    log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "rayrec.inference.evaluate.scored_rows", lambda *_: pytest.fail("rows are scored")
+        "rayrec.inference.evaluate.scored_rows",
+        lambda *_: pytest.fail("rows are scored"),
     )
     schema = compared[0].preprocessor.schema
     swapped = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
     other = save_clicks(
-        tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped)
+        tmp_path / "d",
+        preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped),
     )
     for places, match in (
         ([], "^compare: needs at least two checkpoints, or one and --baselines"),
@@ -552,7 +592,9 @@ def test_invalid_comparison_is_rejected_first(
 
 
 def test_different_rows_are_rejected(
-    compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch
+    compared: list[Saved],
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers = itertools.count()
 
@@ -573,7 +615,9 @@ def test_different_rows_are_rejected(
 
 
 def test_baselines_train_on_model_rows(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    log: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
     arguments = [
@@ -633,7 +677,8 @@ def test_baseline_features(tmp_path: Path) -> None:
     unique = np.arange(4_000, dtype=np.int32)
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
     preprocessor = hashed_preprocessor(
-        [4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",))
+        [4_000],
+        Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)),
     )
     options = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(options.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
@@ -642,7 +687,9 @@ def test_baseline_features(tmp_path: Path) -> None:
     assert (features.shape, features[0].max(), features.nnz) == ((2, 1 + (1 << 20)), 2, 6)
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
     only_lists = EncodedRows(
-        np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)}
+        np.zeros((2, 0), np.float32),
+        [lists],
+        {"label": np.array([0.0, 1.0], np.float32)},
     )
     list_values = Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo())
     rejects(

@@ -24,7 +24,11 @@ MISSING = 1
 def preprocessor_of(*lists: str) -> Preprocessor:
     features = [Feature(name=name, vocabulary="item") for name in lists if name != "item"]
     schema = Schema(
-        label=None, sparse=lists or ("item",), lists=lists, tokens="any", features=tuple(features)
+        label=None,
+        sparse=lists or ("item",),
+        lists=lists,
+        tokens="any",
+        features=tuple(features),
     )
     columns = (SparseColumn(7, 5),) * len(schema.sparse)
     return make_preprocessor(schema, sparse=columns, tokens=np.arange(5, dtype=np.uint64))

@@ -63,7 +63,13 @@ def log(table: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def predict(run: str, path: Any, out: Path, *keep: str, **options: Any) -> pa.Table:
     rayrec.predict(
-        run, path, out=str(out), keep=keep, cluster_address="none", console=QUIET, **options
+        run,
+        path,
+        out=str(out),
+        keep=keep,
+        cluster_address="none",
+        console=QUIET,
+        **options,
     )
     return pq.read_table(out)
 
@@ -104,7 +110,10 @@ def test_rows_in_memory_keep_columns(run: str, table: pa.Table, tmp_path: Path, 
 
 
 def test_interrupted_prediction_resumes_aligned(
-    run: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: str,
+    log: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prediction, "PART_ROWS", 5000)
     expected = tmp_path / "expected"

@@ -105,7 +105,11 @@ def test_pool_size_fits_memory_and_cores() -> None:
         ),
     ):
         pool = plan_pool(
-            nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu"
+            nodes,
+            weight_bytes=weight_bytes,
+            blocks=blocks,
+            spare_cpus=spare_cpus,
+            device="cpu",
         )
         assert pool == expected
         assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
@@ -124,7 +128,9 @@ def test_pool_size_fits_memory_and_cores() -> None:
         (8, 64, 0, 1),
     ):
         assert plan_pool([_node(cpus, memory * GIB)], blocks=blocks, **shared) == Pool(
-            threads, 1, 0
+            threads,
+            1,
+            0,
         )
 
 
@@ -212,7 +218,8 @@ def test_has_labels_detects_label_column(tmp_path: Path) -> None:
 
 
 def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
@@ -271,7 +278,9 @@ def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_l
     threads = torch.get_num_threads()
     before = {*threading.enumerate()}
     tables = scored_tables(
-        model.scoring(thread_safe=thread_safe), pool=Pool(3, threads + 1, 0.0), device="cpu"
+        model.scoring(thread_safe=thread_safe),
+        pool=Pool(3, threads + 1, 0.0),
+        device="cpu",
     )
     assert [table["block"][0].as_py() for table in tables] == [*range(BLOCKS)]
     assert len(model.loads) == num_loads
@@ -284,14 +293,19 @@ def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_l
 def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
     model = Model(num_threads=1)
     tables = scored_tables(
-        model.scoring(thread_safe=True), pool=Pool(1, 1.0, 0.0), device="cpu", first_block=9
+        model.scoring(thread_safe=True),
+        pool=Pool(1, 1.0, 0.0),
+        device="cpu",
+        first_block=9,
     )
     assert [table["block"][0].as_py() for table in tables] == [9, 10, 11]
     assert [number for number, _, _ in model.scored] == [9, 10, 11]
     model = Model(num_threads=1, broken=2)
     threads = torch.get_num_threads()
     tables = scored_tables(
-        model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu"
+        model.scoring(thread_safe=False),
+        pool=Pool(1, threads + 1, 0.0),
+        device="cpu",
     )
     assert [next(tables)["block"][0].as_py() for _ in range(2)] == [0, 1]
     rejects(r"^the log changed$", next, tables)
@@ -356,7 +370,10 @@ def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(served.score, batches))
     np.testing.assert_allclose(
-        together, [served.score(batch) for batch in batches], rtol=0, atol=1e-6
+        together,
+        [served.score(batch) for batch in batches],
+        rtol=0,
+        atol=1e-6,
     )
 
 
@@ -424,7 +441,9 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
 def test_bytes_are_independent_of_table_sizes(
-    tmp_path: Path, expected: dict[str, bytes], size: int
+    tmp_path: Path,
+    expected: dict[str, bytes],
+    size: int,
 ) -> None:
     assert _complete(tmp_path, size) == expected
 
@@ -432,7 +451,10 @@ def test_bytes_are_independent_of_table_sizes(
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 5, 400])
 def test_interrupted_writer_resumes(
-    tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int
+    tmp_path: Path,
+    expected: dict[str, bytes],
+    killed_after: int,
+    cut_bytes: int,
 ) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -460,7 +482,9 @@ def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) 
 
 
 def test_resumes_after_kill_between_file_and_journal(
-    tmp_path: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", raising(KeyboardInterrupt()))
@@ -575,7 +599,9 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
     [
         pytest.param({"slice_top": 0}, "slice_top: must be at least 1, got 0", id="slice_top-0"),
         pytest.param(
-            {"slice_by": ("day", "day")}, "slice_by: values must be unique", id="slice_by-day-day"
+            {"slice_by": ("day", "day")},
+            "slice_by: values must be unique",
+            id="slice_by-day-day",
         ),
         pytest.param(
             {"confidence": 1.5},

@@ -69,7 +69,9 @@ def block_ranges(click_log: Path) -> BlockRanges:
 @pytest.fixture
 def preprocessor(block_ranges: BlockRanges) -> Preprocessor:
     return made_from(
-        read_raw([block.parts[0].segment for block, _ in block_ranges], SCHEMA), SCHEMA, RAYREC
+        read_raw([block.parts[0].segment for block, _ in block_ranges], SCHEMA),
+        SCHEMA,
+        RAYREC,
     )
 
 
@@ -123,7 +125,8 @@ def test_stop_makes_missing_blocks_locally(
     threading.Timer(0.2, engine.stop.set).start()
     found: list[list[int]] = []
     thread = threading.Thread(
-        target=lambda: found.append(numbers(block_ranges, preprocessor, engine)), daemon=True
+        target=lambda: found.append(numbers(block_ranges, preprocessor, engine)),
+        daemon=True,
     )
     thread.start()
     thread.join(60)
@@ -135,7 +138,9 @@ def test_stop_makes_missing_blocks_locally(
 
 
 def test_stream_raises_errors_and_closes(
-    block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event
+    block_ranges: BlockRanges,
+    preprocessor: Preprocessor,
+    never: threading.Event,
 ) -> None:
     closed = threading.Event()
 
@@ -158,13 +163,17 @@ def test_stream_raises_errors_and_closes(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stop_reaches_every_worker(
-    monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int
+    monkeypatch: pytest.MonkeyPatch,
+    never: threading.Event,
+    rank: int,
 ) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
     stop = StopToken()
     watch = stop_monitor.StopMonitor(
-        SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank, stop=stop
+        SimpleNamespace(stop_reason=lambda: "SIGTERM"),
+        rank=rank,
+        stop=stop,
     )
     assert stop.wait(10)
     watch.close()
@@ -230,7 +239,10 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepa
 
 
 def order_of(
-    index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window"
+    index: LogIndex,
+    start: int = 0,
+    stop: int = ROWS,
+    shuffle: str = "window",
 ) -> BlockOrder:
     return BlockOrder(tuple(index.parts(start, stop)), shuffle, 3, 3)
 
@@ -240,7 +252,12 @@ def resolve_source(prepared: Prepared) -> TaskSource:
 
 
 def loader(
-    prepared: Prepared, order: Any = None, *, source: Any = None, pinned: int = 0, **changes: Any
+    prepared: Prepared,
+    order: Any = None,
+    *,
+    source: Any = None,
+    pinned: int = 0,
+    **changes: Any,
 ) -> ClickLoader:
     settings: dict[str, Any] = {
         "epochs": 1,
@@ -309,7 +326,9 @@ def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch
 def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int) -> None:
     size = 30
     start = Position().for_workers(
-        order_of(prepared[0]).blocks(0), world_size=world_size, batch_size=size
+        order_of(prepared[0]).blocks(0),
+        world_size=world_size,
+        batch_size=size,
     )
     options = {
         "batch_size": size,
@@ -321,7 +340,8 @@ def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int
     shares = np.clip(np.array(totals) - steps[:, None] * size, 0, size)
     for rank in range(world_size):
         plan = order_of(prepared[0]).plan(
-            options["position"], BatchSharding(rank, world_size, size)
+            options["position"],
+            BatchSharding(rank, world_size, size),
         )
         assert plan.steps == len(steps)
         assert [plan.worker_rows(step) for step in range(plan.steps)] == shares[:, rank].tolist()
@@ -399,7 +419,8 @@ def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
 
 
 def test_gpu_batches_are_pinned_in_thread(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: set[int] = set()
 
@@ -559,7 +580,8 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
     ],
 )
 def test_loader_resumes_with_other_world_sizes(
-    prepared: Prepared, moves: list[tuple[int, int, int]]
+    prepared: Prepared,
+    moves: list[tuple[int, int, int]],
 ) -> None:
     """Every row once an epoch and one loader's count of steps left on all ranks, whatever the
     workers were.
@@ -616,7 +638,11 @@ def test_row_numbers_match_log(prepared: Prepared) -> None:
 def taken(rows: EncodedRows, which: Any) -> EncodedRows:
     ids = [column[which] for column in rows.ids]  # type: ignore[index]
     return EncodedRows(
-        rows.dense[which], ids, {"label": rows.label[which]}, None, rows.row_numbers[which]
+        rows.dense[which],
+        ids,
+        {"label": rows.label[which]},
+        None,
+        rows.row_numbers[which],
     )
 
 
@@ -640,7 +666,10 @@ def taken(rows: EncodedRows, which: Any) -> EncodedRows:
 )
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_lost_and_repeated_rows_are_counted(
-    prepared: Prepared, fault: Any, expected: Any, epochs: int
+    prepared: Prepared,
+    fault: Any,
+    expected: Any,
+    epochs: int,
 ) -> None:
     """A data task that makes other rows than it was asked for: the position says nothing of it, and
     the count does.
@@ -685,7 +714,11 @@ def test_max_steps_limit_requests_and_epoch_end_is_next_start(prepared: Prepared
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
     assert dataclasses.replace(Position.from_dict(end.state()), order=None) == Position(
-        1, 0, 1, 64, None
+        1,
+        0,
+        1,
+        64,
+        None,
     )
     assert all(
         same(one, other)
@@ -779,11 +812,15 @@ def test_batches_contain_variable_length_ids() -> None:
         bags = JaggedIds(np.array([x for ids in lists[part] for x in ids], np.int64), sizes)
         numbers = np.zeros((len(sizes), 2), np.float32)
         rows = EncodedRows(
-            numbers[:, :1], [one[part], bags, two[part]], {"label": numbers[:, 1]}, weights[part]
+            numbers[:, :1],
+            [one[part], bags, two[part]],
+            {"label": numbers[:, 1]},
+            weights[part],
         )
         parts += from_arrow(to_arrow(rows))
     slicer = BatchSlicer(
-        iter(parts), Schema(label="label", dense=("x",), sparse=("one", "list", "two"))
+        iter(parts),
+        Schema(label="label", dense=("x",), sparse=("one", "list", "two")),
     )
     done = 0
     for count in (3, 0, 20, 27):
@@ -805,7 +842,8 @@ def test_batches_contain_variable_length_ids() -> None:
 
 
 def test_arrow_round_trips_one_kind_and_epochs_are_lazy(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (back,) = from_arrow(
         to_arrow(EncodedRows(np.empty((2, 0), np.float32), np.array([[1, 2**25 + 1]], np.int32)))

@@ -58,7 +58,10 @@ def plain_gbce(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def plain_corrected(
-    states: torch.Tensor, table: torch.Tensor, pool: torch.Tensor, shares: torch.Tensor
+    states: torch.Tensor,
+    table: torch.Tensor,
+    pool: torch.Tensor,
+    shares: torch.Tensor,
 ) -> torch.Tensor:
     losses = []
     for target, positive in enumerate(POSITIVES.tolist()):
@@ -80,7 +83,12 @@ def plain_cosine(states: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def sampled(function: Callable[..., torch.Tensor], **settings: float) -> Loss:
     return lambda states, table, dtype: function(
-        states, table[POSITIVES], table[NEGATIVES], hits=HITS, dtype=dtype, **settings
+        states,
+        table[POSITIVES],
+        table[NEGATIVES],
+        hits=HITS,
+        dtype=dtype,
+        **settings,
     )
 
 
@@ -101,7 +109,10 @@ MIXED_SHARES = (40 * SHARES + 20 / ITEMS) / 60
 LOSSES: dict[str, tuple[Loss, Callable[..., torch.Tensor]]] = {
     "full": (
         lambda states, table, dtype: item_losses.full_softmax(
-            states, table, POSITIVES, dtype=dtype
+            states,
+            table,
+            POSITIVES,
+            dtype=dtype,
         ),
         lambda states, table: -(states @ table.T).log_softmax(1)[range(TARGETS), POSITIVES],
     ),
@@ -144,7 +155,9 @@ def gradients(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kept", [1 << 26, 0], ids=["kept", "again"])
 def test_loss_and_gradients_match_formula(
-    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_losses, "_MAX_SAVED", kept)
     loss, plain = LOSSES[name]
@@ -182,7 +195,8 @@ def test_corrected_softmax_has_full_gradient() -> None:
     # The classic form corrects the target's item too, and has it among the negatives
     scores = (STATES * TABLE[POSITIVES]).sum(1) - SHARES[POSITIVES].log()
     others = (STATES @ TABLE[pool].T - SHARES[pool].log()).masked_fill(
-        POSITIVES.unsqueeze(1) == pool, -torch.inf
+        POSITIVES.unsqueeze(1) == pool,
+        -torch.inf,
     )
     classic = torch.cat([scores.unsqueeze(1), others], 1).logsumexp(1) - scores
     assert (gradients(classic)[0] - full[0]).abs().max() > 0.1

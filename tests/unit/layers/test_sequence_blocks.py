@@ -57,7 +57,9 @@ def expected_attention(name: str, projected: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("exported", [False, True])
 def test_attention_and_gradient_match_each_list_alone(
-    name: str, exported: bool, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    exported: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: exported)
     generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,10 @@ KS = (1, 2, 5)
 
 
 def naive_metrics(
-    scores: list[float], targets: set[int], seen: set[int], k: int
+    scores: list[float],
+    targets: set[int],
+    seen: set[int],
+    k: int,
 ) -> tuple[float, ...]:
     """Return NDCG, recall, hit rate and MRR at k: means over all orders of tied candidates."""
     candidates = [number for number in range(len(scores)) if number not in seen]
@@ -59,7 +62,10 @@ def test_metrics_match_all_orders_of_ties(seed: int) -> None:
         if rng.integers(0, 2):
             targets.add(-1)  # An unknown item
         measures = rank_measures(
-            torch.from_numpy(scores)[None], one_row(targets), ks=KS, seen=one_row(seen)
+            torch.from_numpy(scores)[None],
+            one_row(targets),
+            ks=KS,
+            seen=one_row(seen),
         )
         assert measures["targets"].tolist() == [len(targets)]
         assert measures["unknown_targets"].tolist() == [int(-1 in targets)]
@@ -134,7 +140,8 @@ def test_million_candidates_are_ranked_in_tiles_of_memory() -> None:
     assert measures["mrr_at_2"].tolist() == [0.5] * 20
     assert measures["recall_at_1"].tolist() == [0.0] * 20
     np.testing.assert_array_equal(
-        measures[RECOMMENDED], np.arange(20)[:, None] + np.array([[1, 2]])
+        measures[RECOMMENDED],
+        np.arange(20)[:, None] + np.array([[1, 2]]),
     )
     assert max(sizes) <= 32 << 20
 
@@ -159,7 +166,10 @@ def test_measures_of_no_rows_and_of_no_candidates() -> None:
 
 def test_target_of_lowest_score_is_not_seen() -> None:
     measures = rank_measures(
-        torch.tensor([[1.0, -torch.inf]]), one_row({1}), ks=(2,), seen=one_row(set())
+        torch.tensor([[1.0, -torch.inf]]),
+        one_row({1}),
+        ks=(2,),
+        seen=one_row(set()),
     )
     assert (measures["seen_targets"].item(), measures["recall_at_2"].item()) == (0, 1.0)
 

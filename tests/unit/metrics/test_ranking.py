@@ -84,7 +84,10 @@ def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, flo
 
 
 def over_all_orders(
-    groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, k: int
+    groups: np.ndarray,
+    logits: np.ndarray,
+    labels: np.ndarray,
+    k: int,
 ) -> dict[str, float]:
     """Return the metrics at k as the mean over all orders that the scores allow."""
     means = []
@@ -419,7 +422,9 @@ def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
     weights = np.random.default_rng(1).integers(0, 4, 500).astype(np.uint8)
     expected = binary_metrics(np.repeat(logits, weights), np.repeat(labels, weights))
     np.testing.assert_allclose(
-        _Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12
+        _Model(logits, labels).metrics(weights),
+        [expected[name] for name in METRICS],
+        rtol=1e-12,
     )
 
 
@@ -432,7 +437,8 @@ def test_poisson_intervals_contain_true_value_and_shrink() -> None:
     held = 0
     for seed in range(100):
         low, high = intervals(
-            *_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed)
+            *_rows(400, seed),
+            Resampling(confidence=0.9, resamples=100, seed=seed),
         )["calibration"]
         held += low <= 1 <= high
     assert 82 <= held <= 97
@@ -455,7 +461,8 @@ def test_poisson_intervals_contain_true_value_and_shrink() -> None:
         + (negatives - 1) * (second - area**2)
     )
     assert (high - low) / 2 == pytest.approx(
-        1.96 * math.sqrt(variance / positives / negatives), rel=0.2
+        1.96 * math.sqrt(variance / positives / negatives),
+        rel=0.2,
     )
     small = intervals(logits[:1000], labels[:1000], FEW)
     assert all(high - low < small[name][1] - small[name][0] for name, (low, high) in found.items())

@@ -61,5 +61,6 @@ def test_metrics_match_rectools() -> None:
         catalog = range(candidates)
         found_coverage = coverage.compute()[f"coverage_at_{k}"]
         assert found_coverage == pytest.approx(
-            metrics.CatalogCoverage(k, normalize=True).calc(recommended, catalog), abs=1e-9
+            metrics.CatalogCoverage(k, normalize=True).calc(recommended, catalog),
+            abs=1e-9,
         )

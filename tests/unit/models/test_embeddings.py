@@ -182,7 +182,9 @@ CONFIG = WithoutLabelConfig(embedding_dim=4)
 def batch(*numbers: float) -> Batch:
     rows = len(numbers)
     ids = KeyedJaggedTensor(
-        keys=["item"], values=torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int32)
+        keys=["item"],
+        values=torch.arange(rows),
+        lengths=torch.ones(rows, dtype=torch.int32),
     )
     return Batch(
         {"dense": torch.tensor(numbers).unsqueeze(1)},
@@ -205,7 +207,10 @@ def test_unlabeled_model_learns_and_predicts_columns_and_fields() -> None:
     heads = CONFIG.output_heads(INPUTS)
     model = PlainModel(build_network(CONFIG, INPUTS), INPUTS, heads, width=4, sequences=("item",))
     tensors = model.predict(
-        torch.ones(3, 1), torch.zeros(3, 0), torch.rand(3, 4), torch.ones(3, dtype=torch.int64)
+        torch.ones(3, 1),
+        torch.zeros(3, 0),
+        torch.rand(3, 4),
+        torch.ones(3, dtype=torch.int64),
     )
     values = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
     columns: dict[str, np.ndarray] = {}
@@ -305,7 +310,8 @@ def test_stored_model_rejects_other_classes(capsys: pytest.CaptureFixture[str]) 
         ["a"],
     ):
         with pytest.raises(
-            InputError, match=r"^f: network must be rayrec's, got .*\. Pass its training recipe"
+            InputError,
+            match=r"^f: network must be rayrec's, got .*\. Pass its training recipe",
         ):
             stored_model({"class": name, "embedding_dim": 4}, where="f")
         assert capsys.readouterr().out == ""
@@ -328,7 +334,8 @@ def test_stored_class_replaces_recipe_class_of_every_family() -> None:
     assert own == OwnConfig(embedding_dim=16, embedding_penalty=3e-4)
     for unknown in ("deepest", "os.system", "rayrec.models.base.ClickModelConfig"):
         with pytest.raises(
-            InputError, match=rf"model\.class: .*; rayrec's models are {', '.join(models.names())}"
+            InputError,
+            match=rf"model\.class: .*; rayrec's models are {', '.join(models.names())}",
         ):
             recipe.replace(workload={"model": {"class": unknown}})
     for name in models.names():
@@ -396,7 +403,8 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
         logits = logits - (counts[item] / counts.sum()).log()
         same = (item[:, None] == item) & ~torch.eye(len(item), dtype=torch.bool)
         loss = functional.cross_entropy(
-            logits.masked_fill(same, -torch.inf), torch.arange(len(item))
+            logits.masked_fill(same, -torch.inf),
+            torch.arange(len(item)),
         )
         trainable = {**tables, **{key: weights[key] for key in network}}
         gradients = torch.autograd.grad(loss, list(trainable.values()))
@@ -420,14 +428,18 @@ def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:
     elif row_format.quantization == "int4":
         affine = np.ascontiguousarray(table[:, dim // 2 :]).view(np.float16).astype(np.float32)
         integers = np.stack([table[:, : dim // 2] & 15, table[:, : dim // 2] >> 4], axis=2).reshape(
-            len(table), dim
+            len(table),
+            dim,
         )
         torchs = torch.ops.quantized.embedding_bag_4bit_unpack(torch.from_numpy(table))
     else:
         return table.astype(np.float32)
     values = integers.astype(np.float32) * affine[:, :1] + affine[:, 1:]
     np.testing.assert_allclose(
-        values, torchs.numpy(), rtol=1e-5, atol=1e-5 * np.abs(values).max(initial=0)
+        values,
+        torchs.numpy(),
+        rtol=1e-5,
+        atol=1e-5 * np.abs(values).max(initial=0),
     )
     return values
 
@@ -454,7 +466,12 @@ def _expected(tables: list[np.ndarray], lookups: list[Lookup], rows: int) -> np.
     seed=st.integers(0, 1000),
 )
 def test_pooled_lookups_match_numpy(
-    quantization: Quantization, half_dim: int, rows: int, sizes: list[int], id_type: type, seed: int
+    quantization: Quantization,
+    half_dim: int,
+    rows: int,
+    sizes: list[int],
+    id_type: type,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     row_format = RowFormat(quantization, 2 * half_dim)
@@ -476,7 +493,10 @@ def test_pooled_lookups_match_numpy(
     if rows:
         device = DeviceTables(row_format, [torch.from_numpy(table) for table in tables])
         np.testing.assert_allclose(
-            device.pool(lookups, rows).numpy(), expected, rtol=1e-5, atol=1e-5
+            device.pool(lookups, rows).numpy(),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
         )
         assert device.size_bytes == host.size_bytes == sum(table.nbytes for table in tables)
 
@@ -492,7 +512,8 @@ def test_weighted_lookup_matches_numpy(quantization: Quantization) -> None:
     pooled = HostTables(row_format, [table]).pool([lookup], 3).numpy()
     first = weights[0] * values[8] + weights[1] * values[0] + weights[2] * values[3]
     np.testing.assert_array_equal(
-        pooled, np.stack([first, np.zeros(6, np.float32), weights[3] * values[8]])
+        pooled,
+        np.stack([first, np.zeros(6, np.float32), weights[3] * values[8]]),
     )
 
 
@@ -502,7 +523,8 @@ def test_weighted_lookup_accepts_rows_larger_than_stack() -> None:
     lookup = Lookup(np.array([0, 0]), np.array([0, 2]), np.array([0.5, 1.5], np.float32))
     (pooled,) = HostTables(RowFormat("fp32", dim), [table]).pool([lookup], 1)
     np.testing.assert_array_equal(
-        pooled.numpy(), np.float32(0.5) * table[0] + np.float32(1.5) * table[0]
+        pooled.numpy(),
+        np.float32(0.5) * table[0] + np.float32(1.5) * table[0],
     )
 
 
@@ -521,14 +543,19 @@ def test_unpooled_lookups_and_skipped_columns_match_numpy(quantization: Quantiza
         DeviceTables(row_format, [torch.from_numpy(a) for a in packed]),
     ):
         np.testing.assert_allclose(
-            tables.one_by_one(1, list_ids).numpy(), values[1][list_ids], rtol=1e-6
+            tables.one_by_one(1, list_ids).numpy(),
+            values[1][list_ids],
+            rtol=1e-6,
         )
         pooled = tables.pool([Lookup(ids), None, Lookup(ids)], 2).numpy()
         np.testing.assert_allclose(
-            pooled, np.concatenate([values[0][ids], values[2][ids]], axis=1), rtol=1e-6
+            pooled,
+            np.concatenate([values[0][ids], values[2][ids]], axis=1),
+            rtol=1e-6,
         )
         np.testing.assert_array_equal(
-            tables.pool_one_each(np.stack([ids] * 3)).numpy()[:, [*range(4), *range(8, 12)]], pooled
+            tables.pool_one_each(np.stack([ids] * 3)).numpy()[:, [*range(4), *range(8, 12)]],
+            pooled,
         )
         assert (tables.one_by_one(1, list_ids[:0]).shape, tables.pool([None] * 3, 2).shape) == (
             (0, 4),
@@ -566,7 +593,8 @@ def test_lookup_rejects_id_outside_table(kind: type, bad: int) -> None:
 def test_concurrent_lookups_return_separate_sums() -> None:
     rng = np.random.default_rng(0)
     tables = HostTables(
-        RowFormat("fp32", 8), [rng.standard_normal((1000, 8)).astype(np.float32) for _ in range(3)]
+        RowFormat("fp32", 8),
+        [rng.standard_normal((1000, 8)).astype(np.float32) for _ in range(3)],
     )
     batches = [[Lookup(rng.integers(0, 1000, 500)) for _ in range(3)] for _ in range(40)]
     alone = [tables.pool(batch, 500) for batch in batches]

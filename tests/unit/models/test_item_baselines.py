@@ -54,7 +54,9 @@ def test_popularity_counts_all_events() -> None:
 @pytest.mark.parametrize("neighbors", [1, 3, 100])
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_itemknn_sums_shrunk_cosines_of_nearest_items(
-    neighbors: int, block: int, monkeypatch: pytest.MonkeyPatch
+    neighbors: int,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_baselines, "NEIGHBORS", neighbors)
     monkeypatch.setattr(item_baselines, "_BLOCK_NUMBERS", block)
@@ -73,7 +75,8 @@ def test_itemknn_sums_shrunk_cosines_of_nearest_items(
 
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_ease_solves_ridge_regression_without_diagonal(
-    block: int, monkeypatch: pytest.MonkeyPatch
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(item_baselines, "PENALTY", 2.0)
     monkeypatch.setattr(item_baselines, "_BLOCK_NUMBERS", block)

@@ -78,7 +78,12 @@ def outputs_of(
         table = TABLE[ids[table_key("item")]]
     rows = torch.zeros(len(lists["item"]), 0)
     embedded = KeyedEmbeddings.in_order(
-        tuple(lists), DIM, rows, jagged, ids=ids, tables={"item": table}
+        tuple(lists),
+        DIM,
+        rows,
+        jagged,
+        ids=ids,
+        tables={"item": table},
     )
     return network(rows, embedded)
 
@@ -90,7 +95,11 @@ Weights = dict[str, torch.Tensor]
 def norm(values: torch.Tensor, weights: Weights, name: str, eps: float = 1e-5) -> torch.Tensor:
     shape = (values.shape[1],)
     return functional.layer_norm(
-        values, shape, weights[f"{name}.weight"], weights[f"{name}.bias"], eps
+        values,
+        shape,
+        weights[f"{name}.weight"],
+        weights[f"{name}.bias"],
+        eps,
     )
 
 
@@ -238,7 +247,8 @@ def expected_losses(network: Any, config: Any) -> torch.Tensor:
     states = training_states(network)
     ids = IDS
     shares = torch.zeros(ROWS).index_put(
-        (torch.arange(2, 11),), torch.tensor([5, 5, 3, 3, 3, 1, 1, 1, 1]) / 23
+        (torch.arange(2, 11),),
+        torch.tensor([5, 5, 3, 3, 3, 1, 1, 1, 1]) / 23,
     )
     sample = torch.tensor(SAMPLE)
     settings = {"hits": find_hits(ids, sample)}

@@ -123,7 +123,10 @@ def test_network_matches_rectools(name: str) -> None:
             if name != "hstu" or ".norm_" not in parameter_name:
                 parameter.normal_(std=0.5)
     config = models.config_class(name)(
-        embedding_dim=DIM, attention_heads=HEADS, blocks=BLOCKS, dropout=0.0
+        embedding_dim=DIM,
+        attention_heads=HEADS,
+        blocks=BLOCKS,
+        dropout=0.0,
     )
     ours = config.build(INPUTS).eval()
     ours.load_state_dict(weights_of(name, theirs.state_dict()))

@@ -112,7 +112,9 @@ def test_hashed_rows_are_candidates_from_first_id() -> None:
     [
         pytest.param(5, [], id="equal"),
         pytest.param(
-            6, ["workload.model.k: column item has only 5 known items, got 6"], id="above"
+            6,
+            ["workload.model.k: column item has only 5 known items, got 6"],
+            id="above",
         ),
     ],
 )
@@ -124,7 +126,9 @@ def test_k_above_number_of_items_is_noted(k: int, expected: list[str]) -> None:
         features=(Feature(name="item", max_length=LENGTH),),
     )
     preprocessor = make_preprocessor(
-        schema, sparse=(SparseColumn(7, 5),), tokens=np.arange(5, dtype=np.uint64)
+        schema,
+        sparse=(SparseColumn(7, 5),),
+        tokens=np.arange(5, dtype=np.uint64),
     )
     notes: list[str] = []
     check_candidates(SMALL.replace(k=k), preprocessor, note=notes.append)
@@ -203,12 +207,19 @@ def lists_of(lists: Sequence[Sequence[int]], table: torch.Tensor) -> KeyedEmbedd
     jagged = JaggedEmbeddings(table[ids], torch.tensor([len(items) for items in lists]))
     rows = torch.zeros(len(lists), 0)
     return KeyedEmbeddings.in_order(
-        ("item",), table.shape[1], rows, {"item": jagged}, ids={"item": ids}, tables={"item": table}
+        ("item",),
+        table.shape[1],
+        rows,
+        {"item": jagged},
+        ids={"item": ids},
+        tables={"item": table},
     )
 
 
 def outputs_of(
-    network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor
+    network: SASRec,
+    lists: Sequence[Sequence[int]],
+    table: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return network(torch.zeros(len(lists), 0), lists_of(lists, table))
@@ -247,7 +258,9 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
             if name.startswith(f"blocks.{number}.")
         }
         attention = nn.MultiheadAttention(
-            config.embedding_dim, config.attention_heads, batch_first=True
+            config.embedding_dim,
+            config.attention_heads,
+            batch_first=True,
         )
         attention.load_state_dict(
             {
@@ -269,7 +282,9 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
             functional.linear(hidden, block_weights["first.weight"], block_weights["first.bias"])
         )
         outer = functional.linear(
-            inner, block_weights["second.weight"], block_weights["second.bias"]
+            inner,
+            block_weights["second.weight"],
+            block_weights["second.bias"],
         )
         hidden = functional.layer_norm(
             hidden + outer,
@@ -319,7 +334,8 @@ def test_sasrec_matches_attention_of_pytorch(heads: int, table: torch.Tensor) ->
 
 
 def test_sasrec_state_depends_on_order_and_earlier_items(
-    sasrec: SASRec, table: torch.Tensor
+    sasrec: SASRec,
+    table: torch.Tensor,
 ) -> None:
     items = [2, 5, 3, 8, 4, 6]
     hidden = states_of(sasrec, [items], table)[0]
@@ -346,7 +362,8 @@ GOLDEN_LOGITS = [
 
 
 def test_sasrec_loss_skips_reserved_targets_and_candidates(
-    sasrec: SASRec, table: torch.Tensor
+    sasrec: SASRec,
+    table: torch.Tensor,
 ) -> None:
     lists = [
         [2, 5, 0, 8, 1, 9],
@@ -450,7 +467,11 @@ SEVERAL = TOWERS.replace(item_features=("item", "kind"))
 
 
 def tower_outputs(
-    network: TwoTower, rows: np.ndarray, tables: dict[str, torch.Tensor], *, table: bool = False
+    network: TwoTower,
+    rows: np.ndarray,
+    tables: dict[str, torch.Tensor],
+    *,
+    table: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the outputs for rows of (user, item, kind)."""
     user, item, kind = (torch.from_numpy(column) for column in rows.T)
@@ -458,7 +479,12 @@ def tower_outputs(
     pooled = torch.cat([tables["user"][user], tables["kind"][kind]], dim=1)
     full = {"item": tables["item"]} if table else {}
     embedded = KeyedEmbeddings.in_order(
-        PAIRS.features, 4, pooled, jagged, ids={"item": item}, tables=full
+        PAIRS.features,
+        4,
+        pooled,
+        jagged,
+        ids={"item": item},
+        tables=full,
     )
     with torch.no_grad():
         return network(torch.ones(len(rows), 1), embedded)
@@ -476,7 +502,10 @@ def tower_rows(count: int, seed: int = 0) -> tuple[np.ndarray, dict[str, torch.T
 
 
 def naive_measures(
-    users: np.ndarray, vectors: dict[int, np.ndarray], items: Sequence[int], k: int
+    users: np.ndarray,
+    vectors: dict[int, np.ndarray],
+    items: Sequence[int],
+    k: int,
 ) -> list[tuple[float, float]]:
     """Return NDCG and recall of each row's item among these vectors, by item."""
     names = sorted(vectors)
@@ -502,7 +531,9 @@ def test_several_item_features_rank_distinct_items(count: int) -> None:
     has_target = rows[:, 1] != 1
     for number, name in enumerate(("ndcg_at_3", "recall_at_3")):
         np.testing.assert_allclose(
-            measures[name][has_target], np.array(expected)[has_target][:, number], rtol=1e-6
+            measures[name][has_target],
+            np.array(expected)[has_target][:, number],
+            rtol=1e-6,
         )
         assert np.isnan(measures[name][~has_target]).all()
     np.testing.assert_array_equal(measures["targets"], has_target)
@@ -550,7 +581,9 @@ def test_two_towers_rank_candidates_of_table() -> None:
     measures = network.measures(outputs, BATCH)
     has_target = rows[:, 1] != 1
     np.testing.assert_allclose(
-        measures["ndcg_at_3"][has_target], np.array(expected)[has_target][:, 0], rtol=1e-6
+        measures["ndcg_at_3"][has_target],
+        np.array(expected)[has_target][:, 0],
+        rtol=1e-6,
     )
     assert measures["unknown_targets"].sum() == np.isin(rows[:, 1], (0, 9)).sum() > 0
 
@@ -565,7 +598,9 @@ def test_two_towers_constant_model_has_recall_of_chance() -> None:
         network.item_tower[1].weight.data.zero_()
         measures = network.measures(tower_outputs(network, rows, tables, table=table), BATCH)
         np.testing.assert_allclose(
-            measures["recall_at_3"][is_candidate], 3 / len(set(rows[is_candidate, 1])), rtol=1e-6
+            measures["recall_at_3"][is_candidate],
+            3 / len(set(rows[is_candidate, 1])),
+            rtol=1e-6,
         )
 
 
@@ -589,7 +624,9 @@ def test_two_towers_loss_skips_unknown_items() -> None:
         ]
         row_values = logits[row, [row, *negatives]]
         assert losses[row].item() == pytest.approx(
-            (row_values.logsumexp(0) - row_values[0]).item(), rel=1e-4, abs=1e-5
+            (row_values.logsumexp(0) - row_values[0]).item(),
+            rel=1e-4,
+            abs=1e-5,
         )
 
 
@@ -623,7 +660,9 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
     ):
         row_values = expected[row, [row, *negatives]]
         assert losses[row].item() == pytest.approx(
-            (row_values.logsumexp(0) - row_values[0]).item(), rel=1e-3, abs=1e-6
+            (row_values.logsumexp(0) - row_values[0]).item(),
+            rel=1e-3,
+            abs=1e-6,
         )
     assert network.item_counts.sum() == 1000
     torch.testing.assert_close(network.loss(outputs, BATCH), losses)
@@ -680,7 +719,9 @@ def test_item_features_must_be_single_categories() -> None:
         item_features=(),
     )
     rejects(
-        r"must have features of the user, got none", TOWERS.user_features, ModelInputs(0, ("item",))
+        r"must have features of the user, got none",
+        TOWERS.user_features,
+        ModelInputs(0, ("item",)),
     )
 
 

@@ -171,7 +171,8 @@ def test_adopt_writes_only_manifest_and_preprocessor(folder: Path) -> None:
     )
     assert made["sets"] == {"train": [0, 1350], "validation": [1350, 1501], "test": [1501, 1651]}
     dense, ids, labels = map(
-        np.concatenate, zip(*(loaded(folder, f"day_{day}") for day in range(3)), strict=True)
+        np.concatenate,
+        zip(*(loaded(folder, f"day_{day}") for day in range(3)), strict=True),
     )
     assert (made["num_embeddings"], made["modulo"]) == ((ids.max(axis=0) + 1).tolist(), [])
     rows = read(folder)
@@ -191,19 +192,26 @@ def test_adopt_splits_last_day_like_torchrec(arrays: Path, adopted: Path) -> Non
         for stage, name in (("val", "validation"), ("test", "test")):
             batches = [
                 *criteo.InMemoryBinaryCriteoIterDataPipe(
-                    stage, *paths, batch_size=64, rank=0, world_size=1
+                    stage,
+                    *paths,
+                    batch_size=64,
+                    rank=0,
+                    world_size=1,
                 )
             ]
             rows = read(adopted, np.arange(*sets[name], dtype=np.int64))
             np.testing.assert_array_equal(
-                np.concatenate([b.dense_features.numpy() for b in batches]), rows.dense
+                np.concatenate([b.dense_features.numpy() for b in batches]),
+                rows.dense,
             )
             got = np.concatenate([b.sparse_features["cat_9"].values().numpy() for b in batches])
             np.testing.assert_array_equal(got, rows.ids[9])
 
 
 def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(
-    adopted: Path, npy: Path, tmp_path: Path
+    adopted: Path,
+    npy: Path,
+    tmp_path: Path,
 ) -> None:
     order = np.random.default_rng(0).permutation(sum(ROWS))
     rows = read(adopted)
@@ -226,7 +234,12 @@ def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(
         ]
         read_batches = criteo.InMemoryBinaryCriteoIterDataPipe
         (batch,) = read_batches(
-            "train", *paths, batch_size=sum(ROWS), rank=0, world_size=1, hashes=sizes
+            "train",
+            *paths,
+            batch_size=sum(ROWS),
+            rank=0,
+            world_size=1,
+            hashes=sizes,
         )
     expected = batch.sparse_features.values().numpy().reshape(26, -1)
     np.testing.assert_array_equal(np.array(read(folder).ids), expected)
@@ -234,7 +247,9 @@ def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(
 
 
 def test_adopt_notes_hashed_ids(
-    npy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    npy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
         max(rayrec.adopt(str(npy), out=str(tmp_path / "out"), console=Console())["num_embeddings"])
@@ -258,7 +273,9 @@ def find_summary(run: Path) -> dict[str, Any]:
 
 
 def test_adopted_training_matches_raw_training(
-    runs: tuple[Path, Path], adopted: Path, tmp_path: Path
+    runs: tuple[Path, Path],
+    adopted: Path,
+    tmp_path: Path,
 ) -> None:
     adopted_run, other = map(find_summary, runs)
     assert adopted_run["weights_sha256"] == other["weights_sha256"]
@@ -282,7 +299,11 @@ def test_adopted_training_matches_raw_training(
 
 
 def test_adopted_scores_match_raw_scores(
-    runs: tuple[Path, Path], adopted: Path, raw: Path, arrays: Path, tmp_path: Path
+    runs: tuple[Path, Path],
+    adopted: Path,
+    raw: Path,
+    arrays: Path,
+    tmp_path: Path,
 ) -> None:
     """Compares evaluate, predict, an export of the model, and HTTP, with unchanged numbers and IDs
     in the request.
@@ -304,14 +325,20 @@ def test_adopted_scores_match_raw_scores(
         app = make_app(open_served(source))
         found = post(app, {"rows": rows}).json()
         np.testing.assert_allclose(
-            found["logits"], scores["logit"][:40].to_numpy(), rtol=1e-5, atol=1e-6
+            found["logits"],
+            scores["logit"][:40].to_numpy(),
+            rtol=1e-5,
+            atol=1e-6,
         )
         wrong = post(app, {"rows": [{**rows[0], "cat_3": "7e0ccccf"}]})
         assert (wrong.status, wrong.json()["error"]["field"]) == (400, "cat_3")
 
 
 def test_adopt_reuses_preprocessor_of_run_and_plans_tables(
-    runs: Any, arrays: Path, adopted: Path, tmp_path: Path
+    runs: Any,
+    arrays: Path,
+    adopted: Path,
+    tmp_path: Path,
 ) -> None:
     folder = shutil.copytree(arrays, tmp_path / "more", ignore=shutil.ignore_patterns("day_[01]*"))
     assert adopt(str(folder), out=str(tmp_path / "own"))["preprocessor"]
@@ -332,7 +359,9 @@ def test_adopt_reuses_preprocessor_of_run_and_plans_tables(
     assert train(changed).summary["rows_of_sets"] == {"train": sum(ROWS), "validation": ROWS[2]}
     size = Preprocessor.load(str(adopted / "preprocessor")).num_embeddings[9]
     assert re.search(
-        rf"^cat_9 +{size:,} ", rayrec.plan(config_of(adopted, tmp_path, "planned")), re.MULTILINE
+        rf"^cat_9 +{size:,} ",
+        rayrec.plan(config_of(adopted, tmp_path, "planned")),
+        re.MULTILINE,
     )
 
 
@@ -410,11 +439,15 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
 
 
 def test_unlabelled_arrays_are_scored_but_not_evaluated(
-    runs: tuple[Path, Path], folder: Path, tmp_path: Path
+    runs: tuple[Path, Path],
+    folder: Path,
+    tmp_path: Path,
 ) -> None:
     changed(folder, "day_2_labels.npy", lambda labels: np.full_like(labels, -1))
     rejects(
-        r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$", adopt, str(folder)
+        r"^day_2: all labels are -1, .* Exclude it with --files day_0 day_1\.$",
+        adopt,
+        str(folder),
     )
     assert not adopt(str(folder), files=("day_2",), preprocessor=str(runs[0]))["labelled"]
     rejects("has no labels to evaluate against", rayrec.evaluate, str(runs[0]), str(folder))
@@ -425,7 +458,8 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
     for day in range(3):
         (folder / f"day_{day}_sparse.npy").unlink()
         save(
-            folder / f"day_{day}_sparse_multi_hot.npz", **{name: np.zeros((ROWS[day], 2), np.int32)}
+            folder / f"day_{day}_sparse_multi_hot.npz",
+            **{name: np.zeros((ROWS[day], 2), np.int32)},
         )
 
 
@@ -509,7 +543,10 @@ def as_bags(folder: Path, name: str, save: Callable[..., None]) -> None:
     ],
 )
 def test_adopt_rejects_invalid_arrays_in_one_line(
-    folder: Path, spoil: Any, options: dict[str, Any], message: str
+    folder: Path,
+    spoil: Any,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     spoil(folder)
     rejects(message, adopt, str(folder), **options)
@@ -520,12 +557,16 @@ def test_training_rejects_changed_array(folder: Path, tmp_path: Path) -> None:
     adopt(str(folder))
     changed(folder, "day_1_sparse.npy", lambda ids: ids[::-1])
     rejects(
-        r"day_1_sparse\.npy: checksum does not match", train, config_of(folder, tmp_path, "run")
+        r"day_1_sparse\.npy: checksum does not match",
+        train,
+        config_of(folder, tmp_path, "run"),
     )
 
 
 def test_unadopted_arrays_name_command_and_extend_nothing(
-    npy: Path, tmp_path: Path, adopted: Path
+    npy: Path,
+    tmp_path: Path,
+    adopted: Path,
 ) -> None:
     rejects(
         r"of TorchRec's scripts; `rayrec adopt [^`]*npy` checks",
@@ -541,7 +582,9 @@ def test_unadopted_arrays_name_command_and_extend_nothing(
 
 
 def test_adopt_command_returns_summary(
-    arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arrays: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
         cli.run(
@@ -630,7 +673,10 @@ def write(
     **options: Any,
 ) -> Path:
     with mds.load_streaming().MDSWriter(
-        out=str(folder), columns=columns, size_limit=1200, **options
+        out=str(folder),
+        columns=columns,
+        size_limit=1200,
+        **options,
     ) as writer:
         for row in rows:
             writer.write(sample(row))
@@ -640,7 +686,9 @@ def write(
 def adopted_rows(place: str, cache: Path) -> np.ndarray:
     tokens = open_tokens(place)
     rows = TokenRows(
-        tokens.set_path("train"), column=tokens.columns["train"], cache_folder=str(cache)
+        tokens.set_path("train"),
+        column=tokens.columns["train"],
+        cache_folder=str(cache),
     )
     assert len(rows.chunk_rows) > 1
     order = np.random.default_rng(1).permutation(len(rows))
@@ -697,7 +745,11 @@ def adopted_rows(place: str, cache: Path) -> np.ndarray:
     ],
 )
 def test_adopted_shards_keep_rows(
-    tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Sample, options: Any
+    tmp_path: Path,
+    tokenizer: Path,
+    columns: dict[str, str],
+    sample: Sample,
+    options: Any,
 ) -> None:
     folder = write(tmp_path / "set", columns, sample, **options)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -711,7 +763,9 @@ def test_adopted_shards_keep_rows(
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_adopt_writes_next_to_shards_at_url(
-    tmp_path: Path, tokenizer: Path, compression: str | None
+    tmp_path: Path,
+    tokenizer: Path,
+    compression: str | None,
 ) -> None:
     columns = {"tokens": "ndarray:int32"}
     sample = cells("tokens", "int32")
@@ -732,7 +786,10 @@ def test_adopt_writes_next_to_shards_at_url(
         out=f"file://{tmp_path}/out",
     )
     rejects(
-        "MDS shards not found, no index.json", adopt, f"file://{tmp_path}", tokenizer=str(tokenizer)
+        "MDS shards not found, no index.json",
+        adopt,
+        f"file://{tmp_path}",
+        tokenizer=str(tokenizer),
     )
     rejects(r"no MDS shards .* arrays must be on a file system", adopt, f"file://{tmp_path}")
     assert (
@@ -766,7 +823,8 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
             [mds.write_shard(rows.astype(np.uint16), str(own / name / "shard.00000.mds"))],
         )
     write_tokenizer(
-        {path.name: path.read_bytes() for path in tokenizer.iterdir()}, str(own / "tokenizer")
+        {path.name: path.read_bytes() for path in tokenizer.iterdir()},
+        str(own / "tokenizer"),
     )
     sets = {name: {"blocks": found["blocks"]} for name, found in theirs["sets"].items()}
     (own / "manifest.json").write_text(json.dumps({**theirs, "sets": sets}))
@@ -807,7 +865,10 @@ def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["pack", "pad"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_rows_of_unequal_length_are_packed_or_padded(
-    tmp_path: Path, tokenizer: Path, layout: str, compression: Any
+    tmp_path: Path,
+    tokenizer: Path,
+    layout: str,
+    compression: Any,
 ) -> None:
     rows = [
         row[: 2 + number % 20]
@@ -841,7 +902,8 @@ def test_rows_of_unequal_length_are_packed_or_padded(
     inserted = len(rows) if layout == "pack" else 0
     assert train_set["blocks"] == len(expected)
     assert train_set["tokens"] + train_set["tokens_left_out"] in range(
-        sum(map(len, rows)), sum(map(len, rows)) + inserted + 1
+        sum(map(len, rows)),
+        sum(map(len, rows)) + inserted + 1,
     )
     summary = trained(folder, tmp_path / "runs", eval_data={"path": str(folder)})
     assert summary["rows_of_sets"]["train"] == len(expected)
@@ -915,7 +977,9 @@ def flipped(folder: Path) -> Path:
         ),
         (
             lambda f: write(
-                f, {"tokens": "bytes"}, lambda row: {"tokens": row.astype(np.int32).tobytes()}
+                f,
+                {"tokens": "bytes"},
+                lambda row: {"tokens": row.astype(np.int32).tobytes()},
             ),
             {},
             r"below 260, the size of the tokenizer, .*another --token-dtype",
@@ -943,7 +1007,11 @@ def flipped(folder: Path) -> Path:
     ],
 )
 def test_adopt_rejects_invalid_shards_in_one_line(
-    tmp_path: Path, tokenizer: Path, make: Any, options: Any, message: str
+    tmp_path: Path,
+    tokenizer: Path,
+    make: Any,
+    options: Any,
+    message: str,
 ) -> None:
     folder = make(tmp_path / "set")
     rejects(message, adopt, str(folder), **{"tokenizer": str(tokenizer), **options})

@@ -113,7 +113,9 @@ NESTED: dict[str, Make] = {
 
 
 def _columns(
-    rng: random.Random, makers: dict[str, Make], marker: Any
+    rng: random.Random,
+    makers: dict[str, Make],
+    marker: Any,
 ) -> list[tuple[str, list[Any]]]:
     """Return columns with random names, kinds and missing values; some names occur twice."""
     columns: list[tuple[str, list[Any]]] = []
@@ -127,7 +129,8 @@ def _columns(
     if rng.random() < 0.9:
         name = rng.choice(["click", "label", "bought", "last"])
         columns.insert(
-            rng.randrange(len(columns) + 1), (name, [rng.randrange(2) for _ in range(ROWS)])
+            rng.randrange(len(columns) + 1),
+            (name, [rng.randrange(2) for _ in range(ROWS)]),
         )
     return columns
 
@@ -148,14 +151,17 @@ def _write_parquet(rng: random.Random, folder: Path) -> str:
     columns = _columns(rng, VALUES | NESTED, None)
     names = [name for name, _ in columns]
     pq.write_table(
-        pa.table([pa.array(values) for _, values in columns], names=names), folder / "log.parquet"
+        pa.table([pa.array(values) for _, values in columns], names=names),
+        folder / "log.parquet",
     )
     return str(folder / "log.parquet")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_file_trains_or_is_rejected(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seed: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rng = random.Random(seed)
     log = rng.choice([_write_csv, _write_csv, _write_parquet])(rng, tmp_path)

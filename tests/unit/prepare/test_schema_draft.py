@@ -217,7 +217,8 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
     settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"
     assert cli.run(["train", "clicks", "--schema", out, "--data", log, *settings.split()]) == 0
     assert recipes.clicks(log, schema=out) == recipes.clicks(
-        log, schema=load_schema(Path(out).read_text(), out)
+        log,
+        schema=load_schema(Path(out).read_text(), out),
     )
 
 
@@ -291,7 +292,8 @@ def test_draft_finds_lists_in_brackets(write_list: Any, tmp_path: Path) -> None:
 def test_draft_keeps_lists_of_distinct_rows(tmp_path: Path) -> None:
     histories = ["^".join(f"i{RANDOM.randrange(500)}" for _ in range(20)) for _ in ROWS]
     schema = load_schema(
-        draft(write(tmp_path / "log.csv", {"click": CLICKS, "history": histories})), "draft"
+        draft(write(tmp_path / "log.csv", {"click": CLICKS, "history": histories})),
+        "draft",
     )
     assert (len(set(histories)), schema.lists) == (len(ROWS), ("history",))
 
@@ -333,7 +335,10 @@ def test_text_with_marks_is_no_list(texts: list[str], sparse: bool, tmp_path: Pa
     ],
 )
 def test_integers_are_amounts_or_codes(
-    name: str, numbers: list[int], is_dense: bool, tmp_path: Path
+    name: str,
+    numbers: list[int],
+    is_dense: bool,
+    tmp_path: Path,
 ) -> None:
     text = draft(write(tmp_path / "log.csv", {"click": CLICKS, name: numbers}))
     schema = load_schema(text, "draft")
@@ -384,10 +389,13 @@ def test_many_other_words_make_categories(tmp_path: Path) -> None:
     ],
 )
 def test_minus_one_is_missing_without_other_negatives(
-    other: list[int], is_missing: bool, tmp_path: Path
+    other: list[int],
+    is_missing: bool,
+    tmp_path: Path,
 ) -> None:
     log = write(
-        tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(AMOUNTS, -1), "change": other}
+        tmp_path / "log.csv",
+        {"click": CLICKS, "price": with_gaps(AMOUNTS, -1), "change": other},
     )
     text = draft(log)
     assert ("-1" in load_schema(text, "draft").missing, "Remove -1" in text) == (
@@ -562,7 +570,10 @@ def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             id="no such label",
         ),
         pytest.param(
-            {"user": IDS}, None, "of ratings for the label, .*, among user. Add one", id="no label"
+            {"user": IDS},
+            None,
+            "of ratings for the label, .*, among user. Add one",
+            id="no label",
         ),
         pytest.param({"user": IDS}, "user", "labels must be 0 or 1", id="label in many words"),
         pytest.param({"user": []}, None, "no usable rows", id="no rows"),
@@ -582,7 +593,10 @@ def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_draft_rejects_log(
-    columns: dict[str, list[Any]], label: str | None, message: str, tmp_path: Path
+    columns: dict[str, list[Any]],
+    label: str | None,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     rejects(message, draft, write(tmp_path / "log.csv", columns), label=label)
 
@@ -617,7 +631,10 @@ def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:
         "x",
     ]
     values, status = parse_numbers(
-        pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True
+        pa.array([*texts, "7"]),
+        "at",
+        lambda name, fix: InputError(name),
+        times=True,
     )
     assert [
         None if bad else value for value, bad in zip(values, status == REJECTED, strict=True)
@@ -633,7 +650,8 @@ def test_integers_of_databases_are_categories(tmp_path: Path, kind: pa.DataType)
     subscribers = [10_000 + 250_000 * (n % 4) + n * 7 % 40 for n in ROWS]
     column = pa.array(map(Decimal, subscribers), pa.decimal128(20, 0)).cast(kind)
     pq.write_table(
-        pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}), tmp_path / "log.parquet"
+        pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}),
+        tmp_path / "log.parquet",
     )
     schema = load_schema(draft(str(tmp_path / "log.parquet")), "draft")
     assert (schema.dense, schema.sparse) == (("price",), ("subscriber",))
@@ -671,7 +689,8 @@ def events_log(tmp_path: Path, head: str, rows: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("user", "item"), [("user_id", "item_id"), ("customerid", "sku"), ("SessionId", "ProductId")]
+    ("user", "item"),
+    [("user_id", "item_id"), ("customerid", "sku"), ("SessionId", "ProductId")],
 )
 def test_events_are_drafted_for_two_towers(user: str, item: str, tmp_path: Path) -> None:
     rows = [f"i{n * 7 % 30},{n},{n % 9}.25,u{n * 11 % 20}" for n in range(60)]
@@ -701,10 +720,13 @@ def test_events_with_times_are_drafted_as_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("users", "gaps"), [pytest.param(60, 0, id="few events"), pytest.param(20, 9, id="no user")]
+    ("users", "gaps"),
+    [pytest.param(60, 0, id="few events"), pytest.param(20, 9, id="no user")],
 )
 def test_events_without_lists_are_drafted_for_two_towers(
-    users: int, gaps: int, tmp_path: Path
+    users: int,
+    gaps: int,
+    tmp_path: Path,
 ) -> None:
     text = draft(write_events(tmp_path, users=users, gaps=gaps))
     assert recipe_of(text) == "two_tower --workload.model.item-features item_id"

@@ -255,7 +255,8 @@ def test_schema_of_integers_makes_integers_of_text(tmp_path: Path) -> None:
 
 
 def test_row_groups_are_small_and_ordered_by_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lists, "GROUP_BYTES", 1 << 9)
     out = tmp_path / "out"
@@ -268,7 +269,9 @@ def test_row_groups_are_small_and_ordered_by_hash(
 
 
 def test_engines_write_equal_bytes(
-    tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    local_ray: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lists, "GROUP_BYTES", 1 << 20)  # As in Ray's processes
     path = written(events_of(), tmp_path / "log")
@@ -283,7 +286,9 @@ def one_thread(*_: Any, **__: Any) -> nullcontext[ThreadEngine]:
 
 @pytest.mark.parametrize("phase", ["spill_events", "write_lists", "count_items"])
 def test_killed_build_resumes_with_same_bytes(
-    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = written(events_of(), tmp_path / "log")
     built(path, tmp_path / "whole")
@@ -369,7 +374,9 @@ def test_too_few_events_are_rejected(tmp_path: Path) -> None:
     ("schema", "message"),
     [
         pytest.param(
-            Schema(label=None, sparse=("user",)), "must have sequence.*Pass --schema", id="pairs"
+            Schema(label=None, sparse=("user",)),
+            "must have sequence.*Pass --schema",
+            id="pairs",
         ),
         pytest.param(
             SCHEMA.replace(sequence={"item": "film"}),

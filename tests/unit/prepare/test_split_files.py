@@ -87,7 +87,12 @@ def written(table: pa.Table, folder: Path, *, files: int = 3, group_rows: int = 
 
 
 def split(
-    path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: Any
+    path: str,
+    out: Path,
+    by: Any,
+    *,
+    schema: Schema = SCHEMA,
+    **options: Any,
 ) -> dict[str, Any]:
     return rayrec.split(
         path,
@@ -132,7 +137,8 @@ def table_and_path(tmp_path: Path) -> tuple[pa.Table, str]:
 
 
 def test_split_by_rows_writes_fractions(
-    table_and_path: tuple[pa.Table, str], tmp_path: Path
+    table_and_path: tuple[pa.Table, str],
+    tmp_path: Path,
 ) -> None:
     table, path = table_and_path
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
@@ -153,14 +159,18 @@ def test_split_by_rows_writes_fractions(
 
 
 def test_split_by_rows_depends_on_row_numbers_and_seed(
-    table_and_path: tuple[pa.Table, str], tmp_path: Path
+    table_and_path: tuple[pa.Table, str],
+    tmp_path: Path,
 ) -> None:
     """The parts do not depend on files, row groups or tasks."""
     table, path = table_and_path
     first = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = split_parts(tmp_path / "out")
     again = split(
-        written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2
+        written(table, tmp_path / "one", files=1),
+        tmp_path / "again",
+        "rows",
+        validation=0.2,
     )
     assert again["parts"]["validation"]["rows"] == first["parts"]["validation"]["rows"]
     assert all(
@@ -175,7 +185,11 @@ def test_split_by_rows_depends_on_row_numbers_and_seed(
 def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     table = table_of()
     found = split(
-        written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3
+        written(table, tmp_path / "log"),
+        tmp_path / "out",
+        "group",
+        test=0.0,
+        validation=0.3,
     )
     parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
@@ -221,7 +235,9 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
 def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     table = table_of(users=1500)  # of which many have one row or two, some at the same time
     table = table.set_column(
-        2, "at", [pa.array(np.arange(3000) % 7 * 1_000_000, pa.timestamp("us"))]
+        2,
+        "at",
+        [pa.array(np.arange(3000) % 7 * 1_000_000, pa.timestamp("us"))],
     )
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out")
     parts = split_parts(tmp_path / "out")
@@ -346,7 +362,9 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
     examined = []
     examine = split_tasks.examine
     monkeypatch.setattr(
-        split_tasks, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job)
+        split_tasks,
+        "examine",
+        lambda task, *, job: examined.append(task) or examine(task, job=job),
     )
     monkeypatch.setattr(splitting, "engine", one_thread)
     notes = list[str]()
@@ -372,7 +390,8 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_split_opens_store_files_in_parallel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = written(table_of(160), tmp_path / "log", files=8, group_rows=10)
     files = [storage.File(file.path, 1000, 0) for file in storage.list_files(log)]
@@ -394,7 +413,8 @@ def test_split_opens_store_files_in_parallel(
 
 
 def test_resumed_split_reads_no_footer_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = written(table_of(), tmp_path / "log")
     groups = list[int]()
@@ -402,7 +422,9 @@ def test_resumed_split_reads_no_footer_twice(
     cut = table_ranges.cut_files
     monkeypatch.setattr(table_ranges, "_CUT_FILES", 2)
     monkeypatch.setattr(
-        table_ranges, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by)
+        table_ranges,
+        "cut_files",
+        lambda files, **by: groups.append(len(files)) or cut(files, **by),
     )
     monkeypatch.setattr(split_tasks, "write", raising(OSError("killed")))
     fails_with(OSError, "killed", split, path, tmp_path / "out", "rows")
@@ -429,7 +451,11 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fails_with(OSError, "killed", split, path, tmp_path / "out", "last-out")
     assert not (tmp_path / "out").exists()
     rejects(
-        r"incomplete output of a call with a different .*by", split, path, tmp_path / "out", "rows"
+        r"incomplete output of a call with a different .*by",
+        split,
+        path,
+        tmp_path / "out",
+        "rows",
     )
     assert {**split(path, tmp_path / "out", "last-out"), "out": whole["out"]} == whole
     assert len(calls) < 3 + len(set(calls))

@@ -123,7 +123,9 @@ def test_names_by_position_find_no_key(tmp_path: Path) -> None:
     ],
 )
 def test_table_without_key_is_rejected(
-    log: Path, tmp_path: Path, columns: dict[str, list[Any]]
+    log: Path,
+    tmp_path: Path,
+    columns: dict[str, list[Any]],
 ) -> None:
     table = write_items(tmp_path / "items.csv", **columns)
     rejects("items.csv: no column has values of user_id, item in the log", drafted, log, table)

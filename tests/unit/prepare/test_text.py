@@ -91,7 +91,8 @@ def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
     for kind, options in (("bytes_bpe", {}), ("characters", {"tokenizer": "characters"})):
         prepared(beer, tmp_path / kind, **options)
         theirs = AutoTokenizer.from_pretrained(
-            str(tmp_path / kind / "tokenizer"), local_files_only=True
+            str(tmp_path / kind / "tokenizer"),
+            local_files_only=True,
         )
         ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
@@ -119,7 +120,8 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert prepared(beer, tmp_path / "converted", tokenizer=str(old))["sets"] == first["sets"]
     np.testing.assert_array_equal(
-        tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train")
+        tokens_of(tmp_path / "converted", "train"),
+        tokens_of(tmp_path / "first", "train"),
     )
 
 
@@ -192,7 +194,8 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
         made[part_bytes] = tokens_of(out, "train")
         np.testing.assert_array_equal(in_memory(beer, part_bytes), made[part_bytes])
         np.testing.assert_array_equal(
-            in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes]
+            in_memory(tmp_path / "beer.txt.gz", part_bytes),
+            made[part_bytes],
         )
     assert not np.array_equal(*(tokens[:1000] for tokens in made.values()))
     beer.write_text("too short")
@@ -202,7 +205,11 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
 # -- what happens on the way
 @pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
 def test_interrupted_text_job_ends_alike(
-    here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
+    here: LoopEngine,
+    beer: Path,
+    tmp_path: Path,
+    tokenizer: str,
+    tasks_a_call: int,
 ) -> None:
     prepared(beer, tmp_path / "whole", tokenizer=tokenizer)
     tasks, here.tasks = here.tasks, 0
@@ -250,7 +257,9 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
         ),
         pytest.param({"vocabulary_size": 200}, "at least 257", id="vocabulary_size-200"),
         pytest.param(
-            {"block_size": 100_000}, "less than one row of 100000", id="block_size-100000"
+            {"block_size": 100_000},
+            "less than one row of 100000",
+            id="block_size-100000",
         ),
         pytest.param({"validation_fraction": 1.0}, "below 1", id="validation_fraction-1.0"),
         pytest.param(
@@ -272,7 +281,10 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     ],
 )
 def test_text_options_are_rejected_in_one_line(
-    options: dict[str, Any], reported: str, beer: Path, tmp_path: Path
+    options: dict[str, Any],
+    reported: str,
+    beer: Path,
+    tmp_path: Path,
 ) -> None:
     path = beer.parent if "files" in options else beer
     out = tmp_path / "-".join(options)
@@ -293,7 +305,10 @@ def test_text_options_are_rejected_in_one_line(
     ],
 )
 def test_invalid_text_is_rejected_in_one_line(
-    beer: Path, tmp_path: Path, content: bytes | None, why: str
+    beer: Path,
+    tmp_path: Path,
+    content: bytes | None,
+    why: str,
 ) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":

@@ -66,11 +66,19 @@ def text_of(lines: Sequence[Line]) -> bytes:
 
 
 def validate(
-    path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, **given: Path
+    path: Path,
+    gates: Gates = ALLOWED,
+    *,
+    config: PreparationConfig = CONFIG,
+    **given: Path,
 ) -> Report:
     folders = {name: str(folder) for name, folder in given.items()}
     return module.validate(
-        str(path), config=config, gates=gates, console=Console(quiet=True), **folders
+        str(path),
+        config=config,
+        gates=gates,
+        console=Console(quiet=True),
+        **folders,
     )
 
 
@@ -181,7 +189,8 @@ def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
 
 
 def test_report_finds_duplicates_and_compares_sevenths(
-    small: dict[str, Any], tmp_path: Path
+    small: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
@@ -225,7 +234,8 @@ def test_decompressed_files_keep_names(tmp_path: Path) -> None:
 def test_unlabelled_log_is_validated(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
     report = found_in(
-        log_of(tmp_path, only=text), config=CONFIG.replace(schema=SCHEMA.replace(label=None))
+        log_of(tmp_path, only=text),
+        config=CONFIG.replace(schema=SCHEMA.replace(label=None)),
     )
     assert (report["rows"], report["label"], report["slices"][0]["label_rate"]) == (30, None, None)
     assert report["dense"]["a"]["auroc"] is None
@@ -253,7 +263,8 @@ def test_invalid_log_fails_gates(tmp_path: Path) -> None:
 
 
 def test_validate_rejects_preprocessed_data_and_other_schemas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = log_of(tmp_path, only=varied(40))
     build_preprocessor(path, tmp_path / "prepared")
@@ -265,10 +276,14 @@ def test_validate_rejects_preprocessed_data_and_other_schemas(
 
 # -- against a Preprocessor
 def build_preprocessor(
-    path: Path, folder: Path, config: PreparationConfig = CONFIG
+    path: Path,
+    folder: Path,
+    config: PreparationConfig = CONFIG,
 ) -> Preprocessor:
     made = learn(
-        open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules
+        open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA),
+        SCHEMA,
+        config.rules,
     )
     made.save(str(folder))
     return made
@@ -399,7 +414,10 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("failing", "passing", "files"), GATES, ids=lambda x: next(iter(x), ""))
 def test_gate_fails_and_passes(
-    tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]
+    tmp_path: Path,
+    failing: dict[str, Any],
+    passing: dict[str, Any],
+    files: dict[str, Any],
 ) -> None:
     path, (gate,) = log_of(tmp_path, **{**DAYS, **files}), failing
     report = validate(path, ALLOWED.replace(**failing))
@@ -537,7 +555,9 @@ def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyP
             found_in(
                 path,
                 config=CONFIG.replace(
-                    block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory
+                    block_bytes=block_bytes,
+                    segments_per_block=16,
+                    memory_bytes=memory,
                 ),
             )
         )
@@ -546,7 +566,8 @@ def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_duplicates_are_sampled_within_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_HASH_BYTES", 16 << 10)
     rows = varied(4000)
@@ -609,7 +630,9 @@ def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
         parallelism=1,
     )
     report = validate(
-        tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig()
+        tmp_path / "log",
+        Gates(allow_constant_columns=True),
+        config=PreparationConfig(),
     )
     assert (report.failures, report.content["rows"]) == ([], 6000)
     assert [piece["name"] for piece in report.content["slices"]] == ["day_0", "day_1", "day_2"]
@@ -632,7 +655,11 @@ def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
         + "".join(f"{number % 2},{number},{number % 5}\n" for number in range(50))
     )
     schema = Schema(
-        label="click", dense=("[/b]",), sparse=(":x: [i]",), tokens="any", delimiter=","
+        label="click",
+        dense=("[/b]",),
+        sparse=(":x: [i]",),
+        tokens="any",
+        delimiter=",",
     )
     text = "\n".join(
         validate(path, config=PreparationConfig(schema=schema, max_bad_fraction=0.1)).lines(
@@ -644,7 +671,12 @@ def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
 
 # -- Row hashes, and figures compared with manual results
 LISTS = Schema(
-    label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w"
+    label="y",
+    dense=("a",),
+    sparse=("s", "tags"),
+    tokens="any",
+    lists=("tags",),
+    weight="w",
 )
 Row = tuple[int, float | None, int | None, Sequence[int], float]
 """Label, a, s, tags, weight of LISTS."""
@@ -701,7 +733,9 @@ def test_signs_of_zero_hash_alike_and_edges_are_values() -> None:
     ],
 )
 def test_total_variation_matches_reference(
-    first: list[int], second: list[int], expected: float | None
+    first: list[int],
+    second: list[int],
+    expected: float | None,
 ) -> None:
     found = data_report.total_variation(np.array(first), np.array(second))
     assert (found and found[0]) == expected
@@ -777,7 +811,11 @@ SOME = {
 )
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
 def test_collision_rate_matches_encoder(
-    column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
+    column: SparseColumn,
+    vocabulary: list[int],
+    counts: dict[int, int],
+    expected: Any,
+    dtype: type,
 ) -> None:
     known = np.array(vocabulary, dtype)
     tokens = np.array(list(counts), dtype)

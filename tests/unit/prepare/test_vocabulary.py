@@ -108,7 +108,10 @@ def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, parsed: P
     path = str(click_log / "train.txt")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, split="sevenths")
     made = preprocess(
-        path, out=str(tmp_path / "ready"), rows=RowOutput(format="binary"), config=config
+        path,
+        out=str(tmp_path / "ready"),
+        rows=RowOutput(format="binary"),
+        config=config,
     )
     assert 0 < parsed.beyond(2) <= 0.08  # segments at the borders of sets are read for both
     expected = separately(path, config, (0, 20_000 - 20_000 // 7))
@@ -172,7 +175,9 @@ def test_schemas_of_python_and_yaml_have_same_defaults_for_plain_csv(tmp_path: P
         "click,price,shop\n" + "".join(f"{n % 2},{n / 4},s{n % 3}\n" for n in range(60))
     )
     vocabulary(
-        str(log_path), out=str(tmp_path / "out"), config=PreparationConfig(schema=Schema(**COLUMNS))
+        str(log_path),
+        out=str(tmp_path / "out"),
+        config=PreparationConfig(schema=Schema(**COLUMNS)),
     )
     made = Preprocessor.load(str(tmp_path / "out"))
     assert (made.schema.tokens, made.sparse[0].num_tokens) == ("any", 3)
@@ -278,7 +283,9 @@ def test_config_rejects_threads_with_address(address: str) -> None:
 def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
     log = str(click_log / "train.txt")
     named = vocabulary(
-        log, out=str(tmp_path / "named"), config=PreparationConfig(min_count=2, split="sevenths")
+        log,
+        out=str(tmp_path / "named"),
+        config=PreparationConfig(min_count=2, split="sevenths"),
     )
     made = rayrec.vocabulary(
         log,
@@ -288,7 +295,11 @@ def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
     )
     assert made["hash"] == named["hash"]
     changed = rayrec.vocabulary(
-        log, out=str(tmp_path / "changed"), recipe="criteo_demo", min_count=9, console=QUIET
+        log,
+        out=str(tmp_path / "changed"),
+        recipe="criteo_demo",
+        min_count=9,
+        console=QUIET,
     )
     assert changed["num_embeddings"]["cat_2"] < made["num_embeddings"]["cat_2"]
     for recipe in recipes.ALL.values():
@@ -330,12 +341,17 @@ def test_vocabulary_maps_counted_values_to_ids(click_log: Path, tmp_path: Path) 
     (tmp_path / "train.txt").write_text("".join(f"{line}\n" for line in lines))
     out = str(tmp_path / "tables")
     made = vocabulary(
-        str(tmp_path / "train.txt"), out=out, config=PreparationConfig(preset="ray-template")
+        str(tmp_path / "train.txt"),
+        out=out,
+        config=PreparationConfig(preset="ray-template"),
     )
     block, _ = parse(SCHEMA, (tmp_path / "train.txt").read_bytes())
     columns = list(zip(*(line.split("\t")[14:] for line in lines), strict=True))
     for name, values, ids in zip(
-        SCHEMA.sparse, columns, Preprocessor.load(out).encode(block).ids, strict=True
+        SCHEMA.sparse,
+        columns,
+        Preprocessor.load(out).encode(block).ids,
+        strict=True,
     ):
         counts = Counter(values)
         mapping = dict(zip(values, np.asarray(ids).tolist(), strict=True))
@@ -345,10 +361,14 @@ def test_vocabulary_maps_counted_values_to_ids(click_log: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("preset", "reserved", "categories"), [("mlperf-v1", 1, 7), ("rayrec", 2, 6)]
+    ("preset", "reserved", "categories"),
+    [("mlperf-v1", 1, 7), ("rayrec", 2, 6)],
 )
 def test_mlperf_dictionary_includes_evaluation_rows(
-    preset: str, reserved: int, categories: int, tmp_path: Path
+    preset: str,
+    reserved: int,
+    categories: int,
+    tmp_path: Path,
 ) -> None:
     """Each seventh has a category. The last one is for evaluation."""
     rows = [
@@ -393,10 +413,14 @@ def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parse
         max(ids_by_value.values()) + 1 for ids_by_value in ids
     ]
     for ids_by_value, values, column in zip(
-        ids, columns, Preprocessor.load(out).encode(block).ids, strict=True
+        ids,
+        columns,
+        Preprocessor.load(out).encode(block).ids,
+        strict=True,
     ):
         np.testing.assert_array_equal(
-            np.asarray(column), [ids_by_value.get(value, 1) for value in values]
+            np.asarray(column),
+            [ids_by_value.get(value, 1) for value in values],
         )
     run = train(
         one_worker(
@@ -439,7 +463,9 @@ SHOPS = "value,id\n"
     ],
 )
 def test_unusable_id_tables_are_rejected(
-    tmp_path: Path, files: dict[str, str], problem: str
+    tmp_path: Path,
+    files: dict[str, str],
+    problem: str,
 ) -> None:
     (tmp_path / "log.csv").write_text(
         "click,price,shop\n" + "".join(f"{n % 2},{n},abc{n % 3}\n" for n in range(60))
@@ -468,7 +494,9 @@ def test_id_table_may_have_empty_and_unknown_values(tmp_path: Path) -> None:
     (tmp_path / "tables" / "shop.csv").write_text(SHOPS + 'b,3\n"",4\nrare,0\nc,5\na,2\n')
     options = {"out": str(tmp_path / "out"), "id_tables": str(tmp_path / "tables")}
     vocabulary(
-        str(tmp_path / "log.csv"), config=PreparationConfig(schema=Schema(**COLUMNS)), **options
+        str(tmp_path / "log.csv"),
+        config=PreparationConfig(schema=Schema(**COLUMNS)),
+        **options,
     )
     (column,) = Preprocessor.load(options["out"]).sparse
     assert (column.ids().tolist(), column.missing_id, column.unknown_id, column.num_embeddings) == (

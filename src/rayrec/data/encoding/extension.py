@@ -53,7 +53,11 @@ def extension_rules(old: Preprocessor, source: str) -> Preset:
 
 
 def extend(
-    old: Preprocessor, preset: Preset, counts: Counts, *, schema: Schema | None = None
+    old: Preprocessor,
+    preset: Preset,
+    counts: Counts,
+    *,
+    schema: Schema | None = None,
 ) -> Extension:
     """Append the categories in `counts` with at least min_count to the vocabularies of `old`,
     ordered by `preset`. Constants of numbers and hashed columns stay. `counts` come from a log with
@@ -284,7 +288,10 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
 
 
 def _parse_tokens(
-    values: pa.Array, schema: Schema, name: str, path: str
+    values: pa.Array,
+    schema: Schema,
+    name: str,
+    path: str,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a table's values, and which are empty fields. Raises InputError for
     values that cannot be in the column.
@@ -303,7 +310,10 @@ def _parse_tokens(
 
 
 def _id_range(
-    ordered: np.ndarray, missing_id: int | None, rules: Preset, path: str
+    ordered: np.ndarray,
+    missing_id: int | None,
+    rules: Preset,
+    path: str,
 ) -> tuple[int, int, int | None]:
     """Return the range [first, stop) of ascending ids, and the empty field's id if it is within.
     Raises InputError for repeated ids and gaps.
@@ -339,7 +349,8 @@ def _read(path: str) -> tuple[pa.Array, np.ndarray]:
             table = pa.csv.read_csv(data, named, convert_options=types)
         values, ids = table.columns
         return plain_array(values), pc.fill_null(
-            pc.cast(plain_array(ids), pa.int64()), -1
+            pc.cast(plain_array(ids), pa.int64()),
+            -1,
         ).to_numpy(zero_copy_only=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
         raise InputError(

@@ -71,7 +71,9 @@ def assign_buckets(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> 
     # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
     return np.where(
-        (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0), buckets, len(ends)
+        (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0),
+        buckets,
+        len(ends),
     ).astype(np.int8)
 
 
@@ -211,7 +213,8 @@ class OOVCounter:
         ]
         self._lists = [index for index, name in enumerate(inputs.sparse) if name in inputs.lists]
         self._with_vocabulary = np.array(
-            [column.num_tokens is not None for column in columns], np.int32
+            [column.num_tokens is not None for column in columns],
+            np.int32,
         )
         self._unknown_ids = np.array([column.unknown_id for column in columns], np.int64)
         self._told_apart: Encoder | None = None

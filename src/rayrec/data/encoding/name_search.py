@@ -22,7 +22,8 @@ from rayrec.data.logs.reading import Categories, read_categories
 from rayrec.schema import Schema
 
 _BOOLEANS: Final = pa.array(
-    [b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"], pa.large_binary()
+    [b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"],
+    pa.large_binary(),
 )
 """Texts that are the integers 1 and 0 (`Schema.category_rules` 2)."""
 _TASK_ROWS: Final = 1 << 21
@@ -71,7 +72,10 @@ def find_names(
 
 
 def _names_in(
-    parts: Sequence[SegmentRange], *, preprocessor: Shared[Preprocessor], columns: Sequence[str]
+    parts: Sequence[SegmentRange],
+    *,
+    preprocessor: Shared[Preprocessor],
+    columns: Sequence[str],
 ) -> pa.Table:
     """Return the categories of some parts in a data task: their places in the vocabulary, int64,
     and texts, null for integers.
@@ -96,7 +100,9 @@ def _batches(values: Categories) -> Iterator[Categories]:
     size = 1 << 20
     for start in range(0, len(values.tokens), size):
         yield Categories(
-            values.items[start : start + size], values.tokens[start : start + size], values.lengths
+            values.items[start : start + size],
+            values.tokens[start : start + size],
+            values.lengths,
         )
 
 

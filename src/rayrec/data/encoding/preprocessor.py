@@ -260,7 +260,8 @@ class Preprocessor:
         """
         offsets = self._slot_offsets
         slots = np.zeros(
-            (offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64
+            (offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1],
+            np.uint64,
         )
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
             out = slots[offsets[number] : offsets[number + 1]]
@@ -434,7 +435,9 @@ class Preprocessor:
             name for name, rule in zip(self.dense_names, self.dense, strict=False) if rule.indicator
         )
         return Derivation(
-            buckets=self.integer_buckets, file_minimum=self.file_minimum, indicators=indicators
+            buckets=self.integer_buckets,
+            file_minimum=self.file_minimum,
+            indicators=indicators,
         )
 
     @cached_property
@@ -442,7 +445,11 @@ class Preprocessor:
         """Encoder with these rules, which points into `slots`."""
         slots = [self.column_slots(column) for column in range(len(self.sparse))]
         return Encoder(
-            self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot
+            self.dense,
+            self.sparse,
+            slots,
+            derivation=self.derivation,
+            multi_hot=self.multi_hot,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -238,7 +238,8 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
 
 
 def _frequencies(
-    schema: Schema, amounts: dict[str, np.ndarray]
+    schema: Schema,
+    amounts: dict[str, np.ndarray],
 ) -> dict[str, dict[str, list[list[int]]]]:
     """Return the constant with the frequencies of categories. Only retrieval models read it, which
     train on logs without labels.
@@ -381,7 +382,9 @@ def build_vocabulary(preset: Preset, counts: Counts, number: int) -> VocabularyC
 #   fixed, or the limit    ids modulo the size
 #   beyond, "hash"         no vocabulary: token modulo the rest of the table
 def _sparse_column(
-    preset: Preset, counts: Counts, number: int
+    preset: Preset,
+    counts: Counts,
+    number: int,
 ) -> tuple[SparseColumn, VocabularyColumn]:
     """Return the column's rule, and its vocabulary (empty if hashed)."""
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
@@ -389,7 +392,12 @@ def _sparse_column(
         assert fixed is not None
         missing_id = int(murmur3(np.zeros(1, np.uint32))[0]) % fixed
         column = SparseColumn(
-            fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True
+            fixed,
+            None,
+            first_id=0,
+            unknown_id=0,
+            missing_id=missing_id,
+            murmur3=True,
         )
         return column, VocabularyColumn(np.zeros(0, np.uint32))
     vocabulary = build_vocabulary(preset, counts, number)
@@ -442,7 +450,9 @@ def _missing_id(preset: Preset, vocabulary: VocabularyColumn, unknown_id: int) -
 
 
 def merged(
-    tokens: np.ndarray, amounts: np.ndarray, first_rows: np.ndarray | None = None
+    tokens: np.ndarray,
+    amounts: np.ndarray,
+    first_rows: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Sum the counts of equal tokens, and sort the tokens."""
     if not len(tokens):

@@ -676,7 +676,10 @@ class _TableReader:
         )
 
     def _columns_in_file(
-        self, file_format: Format, path: str, required: Sequence[str]
+        self,
+        file_format: Format,
+        path: str,
+        required: Sequence[str],
     ) -> tuple[str, ...]:
         """Return the required columns that a file has itself, not from KEY=VALUE folders. Raises
         InputError for a column that it lacks or has twice.

@@ -142,7 +142,8 @@ class ColumnParser:
         self.markers = Markers.from_texts(schema.missing)
         rule = schema.label_rule
         self.label_markers = Markers.from_label(
-            schema.missing, rule.positive if rule is not None else ()
+            schema.missing,
+            rule.positive if rule is not None else (),
         )
         self.fault_kinds = np.full(table.num_rows, -1, np.int8)
         self.fault_columns = np.zeros(table.num_rows, np.int16)
@@ -395,7 +396,9 @@ class ColumnParser:
                     raise self.type_error(name, "name it in the schema's lists, or leave it out")
                 index = schema.positions[name]
                 status, kind = self._categories(
-                    array, name, block.categories[:, index - len(schema.dense)]
+                    array,
+                    name,
+                    block.categories[:, index - len(schema.dense)],
                 )
                 block.missing[:, index] = status == EMPTY
                 bad = status == REJECTED
@@ -514,7 +517,10 @@ class ColumnParser:
         )
 
     def items(
-        self, array: pa.Array, name: str, feature: Feature
+        self,
+        array: pa.Array,
+        name: str,
+        feature: Feature,
     ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
         """Return the concatenated items of a feature's lists or weights, each list's length, int64
         [rows], and which text is not a list, bool [rows].
@@ -557,7 +563,10 @@ class ColumnParser:
         return items.take(pa.array(present)), tokens[present], np.bincount(row_of, minlength=rows)
 
     def _list_weights(
-        self, feature: Feature, lengths: np.ndarray, present: np.ndarray
+        self,
+        feature: Feature,
+        lengths: np.ndarray,
+        present: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool
         [rows]. `present` marks the items that are categories, bool. A row is rejected if its weight

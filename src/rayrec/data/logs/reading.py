@@ -95,7 +95,9 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)
     faults = TextParser(schema, max_rows_in(schema, length)).parse(
-        text, length, max_faults=len(starts)
+        text,
+        length,
+        max_faults=len(starts),
     )
     bad = np.searchsorted(starts, np.array([fault.byte for fault in faults.first], np.int64))
     good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
@@ -206,7 +208,8 @@ def name_slices(block: Block, slices: Sequence[Slice]) -> pa.Array:
     )
     numbers = np.searchsorted(starts, rows, side="right") - 1
     return pa.DictionaryArray.from_arrays(
-        pa.array(numbers.astype(np.int32)), pa.array(distinct_names(slices), pa.large_string())
+        pa.array(numbers.astype(np.int32)),
+        pa.array(distinct_names(slices), pa.large_string()),
     )
 
 

@@ -73,7 +73,8 @@ def _parser(
 
 
 def _computed(
-    parser: ColumnParser, names: Container[str] | None = None
+    parser: ColumnParser,
+    names: Container[str] | None = None,
 ) -> tuple[dict[str, pa.Array], Lookups]:
     """Return the inputs and results of formulas, and their lookups. `names` are the columns to
     return, all that others of them need included. None: all.
@@ -200,7 +201,11 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
 
 
 def category_items(
-    table: pa.Table, column: str, schema: Schema, *, path: str = ""
+    table: pa.Table,
+    column: str,
+    schema: Schema,
+    *,
+    path: str = "",
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """Return the present categories of a table's column: values, [values], their tokens, uint64
     [values], and their number in each row, int64 [rows]. Missing and invalid ones are left out.
@@ -209,7 +214,11 @@ def category_items(
 
 
 def argument_values(
-    table: pa.Table, schema: Schema, nodes: Sequence[Node], *, path: str
+    table: pa.Table,
+    schema: Schema,
+    nodes: Sequence[Node],
+    *,
+    path: str,
 ) -> list[pa.Array]:
     """Return the values of parts of the schema's formulas, [rows], which need no other constants
     than the fitted ones.

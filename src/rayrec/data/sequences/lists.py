@@ -117,7 +117,11 @@ def _radix_order(values: npt.NDArray[np.uint64], order: Numbers | None = None) -
 
 
 def divide_by_items(
-    starts: Numbers, stops: Numbers, *, sizes: tuple[int, int], min_length: int
+    starts: Numbers,
+    stops: Numbers,
+    *,
+    sizes: tuple[int, int],
+    min_length: int,
 ) -> UserRanges:
     """Hold out the last items of each user, `sizes` of them for validation and test. Users with
     fewer than `min_length` others have none held out. Pure.
@@ -134,7 +138,10 @@ def divide_by_items(
 
 
 def divide_by_time(
-    starts: Numbers, stops: Numbers, times: Numbers, first: tuple[int, int]
+    starts: Numbers,
+    stops: Numbers,
+    times: Numbers,
+    first: tuple[int, int],
 ) -> UserRanges:
     """Hold out the events from two times on, those of validation and test. Pure."""
     cuts = []

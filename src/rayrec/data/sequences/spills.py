@@ -147,7 +147,11 @@ class _Counts:
 
 
 def _parsed(
-    table: pa.Table, path: str, events: Schema, *, first_row: int
+    table: pa.Table,
+    path: str,
+    events: Schema,
+    *,
+    first_row: int,
 ) -> tuple[pa.RecordBatch, Faults]:
     """Return the valid events: hash of the user, time if there is one, and the values by the number
     of their column. Return the faults too, numbered from `first_row`.

@@ -291,7 +291,9 @@ class Encoder:
             dense[:, position] = numbers[index][1]
         ids: list[Ids] = []
         for (rule, lookup), (tokens, missing, list_parts) in zip(
-            self._sparse, categories, strict=True
+            self._sparse,
+            categories,
+            strict=True,
         ):
             encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))
             ids.append((encoded, *list_parts) if list_parts else encoded)
@@ -380,7 +382,9 @@ class Encoder:
         return text
 
     def _numbers(
-        self, rows: Sequence[Mapping[str, Any]], name: str
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        name: str,
     ) -> tuple[np.ndarray, np.ndarray]:
         parsed = [self._number(row.get(name), name, number) for number, row in enumerate(rows)]
         missing = np.array([value is None for value in parsed], bool)
@@ -408,7 +412,9 @@ class Encoder:
         return None if number in self._missing_numbers else number
 
     def _categories(
-        self, rows: Sequence[Mapping[str, Any]], name: str
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        name: str,
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
         """Return tokens, a mask of missing ones, and for lists the number of tokens in each row and
         their weights, if they have some.
@@ -467,7 +473,9 @@ class Encoder:
         return weights
 
     def _aligned_lists(
-        self, rows: Sequence[Mapping[str, Any]], name: str
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        name: str,
     ) -> list[list[int | None]]:
         """Return the tokens of each row's list, None if missing. Raises ValueError if the feature's
         `aligned_with` has its tokens at other positions.
@@ -775,7 +783,8 @@ def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
 
 
 def _make_lookup(
-    vocabulary: np.ndarray, column: SparseColumn
+    vocabulary: np.ndarray,
+    column: SparseColumn,
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from tokens to ids. `vocabulary` has the vocabulary's tokens in the order
     of their ids.

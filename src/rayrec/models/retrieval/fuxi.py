@@ -91,7 +91,10 @@ class _Block(nn.Module):
         normed = functional.rms_norm(inputs, (dim,), eps=_EPS)
         joint = functional.silu(linear(normed, self.joint, dtype))
         mixed = attended(
-            elements, joint[:, 2 * dim :], heads=self._heads, attention=_channels(self.distances)
+            elements,
+            joint[:, 2 * dim :],
+            heads=self._heads,
+            attention=_channels(self.distances),
         )
         gated = joint[:, : 2 * dim] * functional.rms_norm(mixed.float(), (2 * dim,), eps=_EPS)
         gated = dropped(gated, dropout)

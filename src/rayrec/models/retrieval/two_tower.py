@@ -130,7 +130,11 @@ class TwoTower(nn.Module):
     frequencies: torch.Tensor
 
     def __init__(
-        self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision
+        self,
+        config: TwoTowerConfig,
+        inputs: ModelInputs,
+        *,
+        precision: Precision,
     ) -> None:
         super().__init__()
         self._users = config.user_features(inputs)
@@ -151,7 +155,9 @@ class TwoTower(nn.Module):
         frequencies = inputs.frequencies_of(self._items[0])
         unknown = torch.empty(0, device="cpu")
         self.register_buffer(
-            "frequencies", unknown if frequencies is None else frequencies, persistent=False
+            "frequencies",
+            unknown if frequencies is None else frequencies,
+            persistent=False,
         )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -163,7 +169,8 @@ class TwoTower(nn.Module):
         outputs = {
             "user": self._vector(self.user_tower, features),
             "item": self._vector(
-                self.item_tower, torch.cat([embedded[name] for name in self._items], dim=1)
+                self.item_tower,
+                torch.cat([embedded[name] for name in self._items], dim=1),
             ),
             "ids": embedded.ids(first),
         }
@@ -183,12 +190,18 @@ class TwoTower(nn.Module):
         hidden = (outputs["ids"].unsqueeze(1) == ids) | ~self._candidates.contains(ids)
         hidden = hidden.scatter(1, target.unsqueeze(1), value=False)
         losses = functional.cross_entropy(
-            logits.masked_fill(hidden, -torch.inf), target, reduction="none"
+            logits.masked_fill(hidden, -torch.inf),
+            target,
+            reduction="none",
         )
         return losses.masked_fill(~self._candidates.contains(outputs["ids"]), 0.0)
 
     def measures(
-        self, outputs: dict[str, torch.Tensor], batch: Batch, *, ks: Sequence[int] = ()
+        self,
+        outputs: dict[str, torch.Tensor],
+        batch: Batch,
+        *,
+        ks: Sequence[int] = (),
     ) -> dict[str, torch.Tensor]:
         """Return `tiled_rank_measures` of each row's item among the table's known items, or
         `rank_measures` among the step's distinct ones, at these ranks or at k. Rows with a missing
@@ -229,14 +242,18 @@ class TwoTower(nn.Module):
         local = rows[local_rows]
         logits_of_rows = candidate_logits(outputs["user"], items)
         logits = logits_of_rows[:, first].scatter(
-            1, number[local].unsqueeze(1), logits_of_rows.gather(1, local.unsqueeze(1))
+            1,
+            number[local].unsqueeze(1),
+            logits_of_rows.gather(1, local.unsqueeze(1)),
         )
         is_candidate = self._candidates.contains(distinct)
         target = (is_candidate.cumsum(0) * is_candidate - 1)[number[local]]
         return logits[:, is_candidate], target
 
     def predict(
-        self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
+        self,
+        outputs: dict[str, torch.Tensor],
+        embedded: KeyedEmbeddings,
     ) -> dict[str, torch.Tensor]:
         """Return the vectors."""
         return {name: outputs[name] for name in ("user", "item")}
@@ -246,7 +263,8 @@ class TwoTower(nn.Module):
         hidden = tower[0](features)
         last: Any = tower[1]
         return functional.normalize(
-            functional.linear(hidden.float(), last.weight, last.bias), dim=1
+            functional.linear(hidden.float(), last.weight, last.bias),
+            dim=1,
         )
 
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:

@@ -87,10 +87,14 @@ class Baselines:
 
     def _rows(self, data: DataConfig, first: int, stop: int | None) -> Iterator[EncodedRows]:
         index = open_run_log(
-            data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction
+            data,
+            self.preprocessor,
+            cache=self.cache,
+            max_bad_fraction=self.config.max_bad_fraction,
         )
         return encode_parts(
-            index.parts(first, index.rows if stop is None else stop), self.preprocessor
+            index.parts(first, index.rows if stop is None else stop),
+            self.preprocessor,
         )
 
 
@@ -102,7 +106,11 @@ class Baselines:
 # They train on the last `max_rows`, the nearest in time to the predicted rows, and validate on the
 # first `max_rows`.
 def open_baselines(
-    config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]
+    config: TrainConfig,
+    checkpoint: str,
+    *,
+    max_rows: int,
+    kinds: tuple[Kind, ...],
 ) -> Baselines:
     """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's
     run. Memory on the driver: 4 bytes for each number and id of these rows, and several times as
@@ -123,7 +131,10 @@ def open_baselines(
 
     def opened(data: DataConfig) -> LogIndex:
         return open_run_log(
-            data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction
+            data,
+            preprocessor,
+            cache=cache,
+            max_bad_fraction=config.max_bad_fraction,
         )
 
     index = opened(config.train_data)
@@ -240,7 +251,9 @@ class _Trees:
             for fold_number in range(_FOLDS):
                 inside = fold == fold_number
                 without = full_rates - _Rates.from_rows(
-                    ids[inside], labels[inside], num_embeddings[number]
+                    ids[inside],
+                    labels[inside],
+                    num_embeddings[number],
                 )
                 encoded_ids[inside] = without.features(ids[inside])
             columns.append(encoded_ids)
@@ -252,7 +265,8 @@ class _Trees:
         trees_model = cls(rates, None)
         train_set = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
         validation_set = train_set.create_valid(
-            trees_model._features(baselines.validation), baselines.validation.label
+            trees_model._features(baselines.validation),
+            baselines.validation.label,
         )
         repeatable = {"seed": 0, "deterministic": True, "force_row_wise": True}
         parameters = {
@@ -264,7 +278,11 @@ class _Trees:
         }
         stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
         trees_model._booster = lightgbm.train(
-            parameters, train_set, _TREES, valid_sets=[validation_set], callbacks=[stop]
+            parameters,
+            train_set,
+            _TREES,
+            valid_sets=[validation_set],
+            callbacks=[stop],
         )
         return trees_model
 
@@ -309,7 +327,8 @@ class _Logistic:
 
         models = (LogisticRegression(C=strength, max_iter=200, tol=1e-3) for strength in strengths)
         return cls(
-            min((model.fit(features, baselines.train.label) for model in models), key=loss), trained
+            min((model.fit(features, baselines.train.label) for model in models), key=loss),
+            trained,
         )
 
     @property
@@ -347,6 +366,7 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
         else (np.empty(0, int), np.empty(0, int))
     )
     hashed = sparse.csr_matrix(
-        (np.ones(len(positions[0]), np.float32), positions), shape=(len(rows), _HASHED)
+        (np.ones(len(positions[0]), np.float32), positions),
+        shape=(len(rows), _HASHED),
     )
     return sparse.hstack([sparse.csr_matrix(rows.dense), hashed], format="csr")

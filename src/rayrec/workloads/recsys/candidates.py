@@ -133,7 +133,9 @@ class Ranking:
 
 
 def ranking_of(
-    model: ClickModelConfig, inputs: ModelInputs, ks: Sequence[int] = ()
+    model: ClickModelConfig,
+    inputs: ModelInputs,
+    ks: Sequence[int] = (),
 ) -> Ranking | None:
     """Return the ranking of a model, with its own k unless there are `ks`. None if it does not rank
     all known items: it must have a `candidate_feature`, read its full table, and have a field `k`.
@@ -147,7 +149,10 @@ def ranking_of(
 
 
 def check_candidates(
-    model: ClickModelConfig, preprocessor: Preprocessor, *, note: Callable[[str], None]
+    model: ClickModelConfig,
+    preprocessor: Preprocessor,
+    *,
+    note: Callable[[str], None],
 ) -> None:
     """Check that a retrieval model has candidates, and that each predicted id belongs to one
     category. Notes a `k` above their number. Raises InputError.

@@ -129,7 +129,9 @@ class EvaluationCounts:
                 else None,
             }
             for (key, column), (values, unknown, missing) in zip(
-                self._columns.items(), by_column.tolist(), strict=True
+                self._columns.items(),
+                by_column.tolist(),
+                strict=True,
             )
         ]
         return [
@@ -170,7 +172,10 @@ def count_correct(output: StepOutput) -> torch.Tensor:
 
 
 def counted_columns(
-    keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool
+    keys: Sequence[str],
+    columns: Sequence[SparseColumn],
+    *,
+    expanded: bool,
 ) -> dict[str, SparseColumn]:
     """Return the columns for EvaluationCounts, none if ids are `expanded` into others before
     batching.

@@ -79,7 +79,10 @@ class PlainModel(nn.Module):
         """Flag for predictions that read full tables. Otherwise only evaluations do."""
 
     def forward(
-        self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
+        self,
+        dense: torch.Tensor,
+        pooled: torch.Tensor,
+        *sequences: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the logits of the main label, float32 [rows], or the outputs of all heads if none
         predicts a label.
@@ -100,7 +103,10 @@ class PlainModel(nn.Module):
         )
 
     def predict(
-        self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
+        self,
+        dense: torch.Tensor,
+        pooled: torch.Tensor,
+        *sequences: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Return the head values for inputs of `forward`, by tensor name."""
         embedded = self.embedded(pooled, *sequences)
@@ -109,7 +115,9 @@ class PlainModel(nn.Module):
             values = self.network.predict(values, embedded)  # type: ignore[operator]
             for head in self.heads:
                 head.check(
-                    values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict"
+                    values,
+                    rows=dense.shape[0],
+                    where=f"{type(self.network).__name__}: predict",
                 )
         return {name: values[name] for head in self.heads for name in head.names}
 
@@ -452,7 +460,11 @@ def load_scorer(
 
 
 def make_scorer(
-    model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
+    model: PlainModel,
+    tables: Sequence[torch.Tensor],
+    *,
+    row_format: RowFormat,
+    device: str,
 ) -> ClickScorer:
     """Create a scorer from loaded weights. `tables` has one tensor [num_embeddings,
     row_format.width] of row_format.dtype for each feature. Features that share a table share the
@@ -473,7 +485,9 @@ def expected_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str,
     """Return the shape of each checkpoint weight, by name without `PREFIX`."""
     shapes = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
     for table, rows in zip(
-        model.table_weights().values(), preprocessor.num_embeddings, strict=True
+        model.table_weights().values(),
+        preprocessor.num_embeddings,
+        strict=True,
     ):
         shapes[table] = [rows, model.width]
     return shapes
@@ -566,7 +580,9 @@ def merge_checkpoints(
         for weight_name in expected:
             name = names.get(weight_name, f"members.{number}.{weight_name}")
             targets[PREFIX + weight_name] = TargetSlice(
-                PREFIX + name, tuple(shapes[name]), first_column if weight_name in names else 0
+                PREFIX + name,
+                tuple(shapes[name]),
+                first_column if weight_name in names else 0,
             )
         all_targets.append(targets)
         first_column += model.table_width

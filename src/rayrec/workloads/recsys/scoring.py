@@ -292,7 +292,10 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
 
 
 def frequency_columns(
-    slice_by: Sequence[str], preprocessor: Preprocessor, *, ranked: str | None = None
+    slice_by: Sequence[str],
+    preprocessor: Preprocessor,
+    *,
+    ranked: str | None = None,
 ) -> tuple[str, ...]:
     """Return the columns to slice by category frequency, which may be that of the `ranked` items.
     Raises InputError if the frequencies are unknown.
@@ -319,7 +322,10 @@ def length_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
 
 
 def _check_extra(
-    context: ScoringContext, schema: Schema, heads: Sequence[Head], items: ItemsRequest | None
+    context: ScoringContext,
+    schema: Schema,
+    heads: Sequence[Head],
+    items: ItemsRequest | None,
 ) -> None:
     """Check that the log has the columns to keep, and that predictions have other names. Raises
     InputError.
@@ -348,7 +354,9 @@ def _table_columns(head: Head) -> Iterator[str]:
 
 
 def _index(
-    context: ScoringContext, schema: Schema, slice_columns: Iterable[str]
+    context: ScoringContext,
+    schema: Schema,
+    slice_columns: Iterable[str],
 ) -> tuple[LogIndex, str, tuple[int, int]]:
     """Return the log index, the name of the run's own set if only its rows are scored, and the row
     range [start, stop). Raises InputError if the log does not have the values of `slice_columns`.
@@ -387,7 +395,10 @@ def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> 
     with context.console.preparing():
         lines = first_lines(index, segments_per_task=segments_per_block, engine=context.engine())
     order = BlockOrder(
-        tuple(index.parts(*rows)), shuffle="none", seed=0, segments_per_block=segments_per_block
+        tuple(index.parts(*rows)),
+        shuffle="none",
+        seed=0,
+        segments_per_block=segments_per_block,
     )
     rows_follow = not index.faults.total or index.is_preprocessed
     return [
@@ -419,7 +430,11 @@ def cache_folder(checkpoint: str) -> str:
 
 
 def open_run_log(
-    data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0
+    data: DataConfig,
+    preprocessor: Preprocessor,
+    *,
+    cache: str,
+    max_bad_fraction: float = 1.0,
 ) -> LogIndex:
     """Return the index of a log, cached in folder `cache`. Raises InputError if unreadable or with
     too many invalid lines.
@@ -467,7 +482,8 @@ def first_targets(rows: EncodedRows, feature: str, preprocessor: Preprocessor) -
 
 
 def encode_parts(
-    parts: Iterable[SegmentRange], preprocessor: Preprocessor
+    parts: Iterable[SegmentRange],
+    preprocessor: Preprocessor,
 ) -> Iterator[EncodedRows]:
     """Yield the rows of log parts in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
@@ -558,13 +574,20 @@ class _ScoringTask:
         return self.block_scorer(preprocessor, self.blocks.get(), scorer)
 
     def block_scorer(
-        self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
+        self,
+        preprocessor: Preprocessor,
+        blocks: Sequence[ScoredBlock],
+        scorer: ClickScorer,
     ) -> BlockScorer:
         """Return a scorer of these blocks."""
         recommender = None if self.items is None else Recommender(scorer, preprocessor)
         return BlockScorer(
             lambda number: _LogBlock(
-                self, preprocessor, blocks[number], scorer, recommender=recommender
+                self,
+                preprocessor,
+                blocks[number],
+                scorer,
+                recommender=recommender,
             ),
             self.batch_rows,
         )
@@ -595,7 +618,11 @@ class _LogBlock:
         if recommender is not None and task.items is not None:
             self._heads = heads_beside(scorer.heads, task.extra.types.names)
             self._items = BlockItems(
-                recommender, task.items, preprocessor, scored.block, self._opened
+                recommender,
+                task.items,
+                preprocessor,
+                scored.block,
+                self._opened,
             )
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
         self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
@@ -708,7 +735,8 @@ def _arrow_column(values: np.ndarray) -> pa.Array:
 def _named(buckets: np.ndarray, names: Sequence[str], is_missing: np.ndarray) -> pa.Array:
     """Return the names of rows' buckets, null if missing."""
     return pa.DictionaryArray.from_arrays(
-        pa.array(buckets.astype(np.int32), mask=is_missing), pa.array(names, pa.large_string())
+        pa.array(buckets.astype(np.int32), mask=is_missing),
+        pa.array(names, pa.large_string()),
     )
 
 

@@ -241,7 +241,8 @@ class ClickSettings(Workload):
     def predicts_clicks(self) -> bool:
         """Whether the main output is the logit of a binary label."""
         return isinstance(
-            self.model.output_heads(ModelInputs.from_schema(self.schema))[0], BinaryHead
+            self.model.output_heads(ModelInputs.from_schema(self.schema))[0],
+            BinaryHead,
         )
 
     @property

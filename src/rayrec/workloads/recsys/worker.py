@@ -114,7 +114,11 @@ def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[R
 
 
 def shared_plan(
-    workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
+    workload: ClickSettings,
+    context: WorkerContext,
+    model: torch.nn.Module,
+    *,
+    batch_size: int,
 ) -> ShardingPlan:
     """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine
     but not its free memory, waits up to a minute for processes of a previous attempt to end. Raises
@@ -167,7 +171,11 @@ def _plan_or_wait(
         )
         state_bytes = workload.sparse_optimizer.state_bytes
         return plan_sharding(
-            model, site, batch_size=batch_size, config=workload.sharding, state_bytes=state_bytes
+            model,
+            site,
+            batch_size=batch_size,
+            config=workload.sharding,
+            state_bytes=state_bytes,
         )
 
     try:
@@ -192,10 +200,16 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     )
     clock = make_step_timer(context.device, measure=config.observe.times)
     learner = (_boosted if workload.model.BOOSTED else _sharded)(
-        workload, context, prepared, model_inputs, clock
+        workload,
+        context,
+        prepared,
+        model_inputs,
+        clock,
     )
     columns = counted_columns(
-        inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None
+        inputs.sparse,
+        preprocessor.sparse,
+        expanded=preprocessor.multi_hot is not None,
     )
     counts = EvaluationCounts(
         columns,
@@ -263,7 +277,8 @@ def _sharded(
     """Set up a network with sharded tables. Collective."""
     config = context.config
     batch_size = config.effective_batch_size(
-        rows=prepared.sets["train"].rows, world_size=context.world_size
+        rows=prepared.sets["train"].rows,
+        world_size=context.world_size,
     )
     model = build_model(
         workload,
@@ -273,7 +288,10 @@ def _sharded(
         seed=config.seed,
     )
     cost = network_multiply_adds(
-        model.head.network, model_inputs, workload.model, num_embeddings=prepared.num_embeddings
+        model.head.network,
+        model_inputs,
+        workload.model,
+        num_embeddings=prepared.num_embeddings,
     )
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
@@ -298,7 +316,10 @@ def _sharded(
 
 
 def _shard(
-    workload: ClickSettings, context: WorkerContext, model: ClickModel, plan: ShardingPlan
+    workload: ClickSettings,
+    context: WorkerContext,
+    model: ClickModel,
+    plan: ShardingPlan,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shard the tables, draw the weights of this rank's shards, and create the optimizer.
     Collective.
@@ -313,7 +334,8 @@ def _shard(
         device=context.device,
         plan=plan,
         sharders=embedding_sharders(
-            workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"
+            workload.sharding,
+            device="cuda" if context.device.type == "cuda" else "cpu",
         ),
         data_parallel_wrapper=gradient_exchange(context),
     )
@@ -360,7 +382,11 @@ def make_optimizer(
 
 
 def train_loader(
-    context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
+    context: WorkerContext,
+    prepared: Prepared,
+    *,
+    state: dict[str, Any] | None,
+    step: int,
 ) -> TrainLoader:
     """Return the training batches from a stored position."""
     config = context.config
@@ -370,7 +396,12 @@ def train_loader(
         from rayrec.workloads.recsys import boosting
 
         open_rows = partial(
-            _loader, context, prepared, "train", batch_size=boosting.BATCH_ROWS, epochs=1
+            _loader,
+            context,
+            prepared,
+            "train",
+            batch_size=boosting.BATCH_ROWS,
+            epochs=1,
         )
         return boosting.make_loader(context, prepared, open_rows, state=state, step=step)
     rows = prepared.sets["train"].rows
@@ -435,7 +466,9 @@ def _loader(
         source,
         prepared.inputs,
         targets=load_targets(
-            prepared.teacher, prepared.preprocessor.get(), logit_offset=workload.logit_offset
+            prepared.teacher,
+            prepared.preprocessor.get(),
+            logit_offset=workload.logit_offset,
         )
         if prepared.teacher and learns
         else None,
@@ -449,7 +482,11 @@ def _loader(
 
 
 def _full_tables(
-    workload: ClickSettings, prepared: Prepared, *, seed: int, learns: bool
+    workload: ClickSettings,
+    prepared: Prepared,
+    *,
+    seed: int,
+    learns: bool,
 ) -> dict[str, int | SampledRows]:
     """Return the rows that a step reads from each full table, by lookup key."""
     preprocessor = prepared.preprocessor.get()
@@ -497,7 +534,10 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 
 
 def make_pipeline(
-    model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepTimer | None = None
+    model: torch.nn.Module,
+    optimizer: Any,
+    context: WorkerContext,
+    clock: StepTimer | None = None,
 ) -> TrainPipeline:
     """Create the pipeline. With several workers, it exchanges ids and copies the next batch while
     the current one computes. One worker exchanges nothing. TorchRec's exchange would cost it time,
@@ -521,7 +561,11 @@ class TimedBase(TrainPipelineBase):
     """Sequential pipeline with phase timing."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        clock: StepTimer,
     ) -> None:
         time_forward(model, clock)
         timed: Any = TimedOptimizer(optimizer, clock)  # The pipeline uses step and zero_grad alone
@@ -546,7 +590,11 @@ class TimedSparseDist(TrainPipelineSparseDist):
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        clock: StepTimer,
     ) -> None:
         time_forward(model, clock)
         timed_optimizer: Any = TimedOptimizer(optimizer, clock)

@@ -75,7 +75,8 @@ class ClickWorkload(ClickSettings):
         if data is None or not data.adopted:
             return config
         schema = Preprocessor.load(data.preprocessor).schema.replace(
-            group=self.schema.group, sample=self.schema.sample
+            group=self.schema.group,
+            sample=self.schema.sample,
         )
         preset = Preset(
             name=data.manifest["preset"],
@@ -99,7 +100,8 @@ class ClickWorkload(ClickSettings):
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
                 LogSource.at(data.path, data.files).check_head(
-                    self.schema, max_bad_fraction=config.max_bad_fraction
+                    self.schema,
+                    max_bad_fraction=config.max_bad_fraction,
                 )
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
@@ -153,7 +155,9 @@ class ClickWorkload(ClickSettings):
         teacher = open_teacher(self.teacher, run=context.folder)
         has_preprocessor = self.preprocessor or teacher or _resumes(folder)
         index = self.open_index(
-            config.train_data, context, index_text=index_log if has_preprocessor else counting.index
+            config.train_data,
+            context,
+            index_text=index_log if has_preprocessor else counting.index,
         )
         bad_rows = index.faults.total
         if config.eval_data.path is None:
@@ -198,7 +202,11 @@ class ClickWorkload(ClickSettings):
         )
 
     def _sampled(
-        self, train: BlockOrder, index: LogIndex, schema: Schema, context: RunContext
+        self,
+        train: BlockOrder,
+        index: LogIndex,
+        schema: Schema,
+        context: RunContext,
     ) -> BlockOrder:
         """Return the order of the training rows that train."""
         if self.schema.sample is None:
@@ -241,7 +249,11 @@ class ClickWorkload(ClickSettings):
             storage.remove_file(storage.join(folder, record))
 
     def open_index(
-        self, data: DataConfig, context: RunContext, *, index_text: TextIndexer
+        self,
+        data: DataConfig,
+        context: RunContext,
+        *,
+        index_text: TextIndexer,
     ) -> LogIndex:
         """Return the index of a log, cached in the storage path."""
         assert data.path is not None
@@ -250,7 +262,11 @@ class ClickWorkload(ClickSettings):
             self.schema,
             segment_bytes=data.segment_bytes,
             context=TaskContext(
-                context.engine, cache_folder, context.note, context.progress, context.warn
+                context.engine,
+                cache_folder,
+                context.note,
+                context.progress,
+                context.warn,
             ),
             max_bad_fraction=context.config.max_bad_fraction,
             index_text=index_text,
@@ -278,14 +294,19 @@ class ClickWorkload(ClickSettings):
         if _resumes(folder):
             return Preprocessor.load(folder)
         preprocessor = self._configured_preprocessor(path, teacher) or self._build_preprocessor(
-            index, context, counting
+            index,
+            context,
+            counting,
         )
         preprocessor = self._with_names(preprocessor, index, context)
         preprocessor.save(folder)
         return preprocessor
 
     def _with_names(
-        self, preprocessor: Preprocessor, index: LogIndex, context: RunContext
+        self,
+        preprocessor: Preprocessor,
+        index: LogIndex,
+        context: RunContext,
     ) -> Preprocessor:
         """Return the Preprocessor of a retrieval model with the texts of its candidates."""
         from rayrec.data.encoding.name_search import find_names
@@ -330,7 +351,10 @@ class ClickWorkload(ClickSettings):
         return preprocessor
 
     def _build_preprocessor(
-        self, index: LogIndex, context: RunContext, counting: CountingIndexer
+        self,
+        index: LogIndex,
+        context: RunContext,
+        counting: CountingIndexer,
     ) -> Preprocessor:
         from rayrec.data.encoding.counts import find_problems, find_trends
         from rayrec.data.encoding.presets import make_preprocessor
@@ -353,7 +377,10 @@ class ClickWorkload(ClickSettings):
         return self._continued(preprocessor, context.config.init_from, context)
 
     def _continued(
-        self, preprocessor: Preprocessor, init_from: str, context: RunContext
+        self,
+        preprocessor: Preprocessor,
+        init_from: str,
+        context: RunContext,
     ) -> Preprocessor:
         """Return the Preprocessor with the inputs of the network in `init_from`, whose weights have
         no place for others.
@@ -363,7 +390,8 @@ class ClickWorkload(ClickSettings):
         from rayrec.workloads.recsys.scorer import load_preprocessor
 
         continued, lost = add_indicators(
-            load_preprocessor(open_checkpoint(init_from).path), preprocessor
+            load_preprocessor(open_checkpoint(init_from).path),
+            preprocessor,
         )
         if lost:
             context.note(
@@ -447,11 +475,19 @@ class ClickWorkload(ClickSettings):
 
         reject_plan(self.model)
         return probe_speed(
-            self, config, target=target, local_workers=local_workers, cuda=cuda, train=train
+            self,
+            config,
+            target=target,
+            local_workers=local_workers,
+            cuda=cuda,
+            train=train,
         )
 
     def warm_start(
-        self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint
+        self,
+        context: RunContext,
+        prepared: Prepared,
+        checkpoint: Checkpoint,
     ) -> WarmStart:
         from rayrec.workloads.recsys.warm_start import warm_start
 
@@ -460,7 +496,12 @@ class ClickWorkload(ClickSettings):
     # -- on each worker
 
     def make_loader(
-        self, context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
+        self,
+        context: WorkerContext,
+        prepared: Prepared,
+        *,
+        state: dict[str, Any] | None,
+        step: int,
     ) -> TrainLoader:
         from rayrec.workloads.recsys.worker import train_loader
 

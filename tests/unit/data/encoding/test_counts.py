@@ -86,7 +86,10 @@ def text_of(columns: list[list[int | None]]) -> bytes:
 
 
 def parts_in(
-    folder: Path, schema: Schema, text: bytes, segment_bytes: int = 5000
+    folder: Path,
+    schema: Schema,
+    text: bytes,
+    segment_bytes: int = 5000,
 ) -> list[SegmentRange]:
     path = folder / "log.txt"
     path.write_bytes(text)
@@ -114,7 +117,10 @@ TOKENS = st.lists(st.none() | st.integers(0, 30) | st.integers(0, 2**32 - 1), ma
 @settings(max_examples=60, deadline=None)
 @given(TOKENS, st.sampled_from([2, 4, 16]), st.booleans(), st.sampled_from([np.uint32, np.uint64]))
 def test_present_tokens_are_counted(
-    tokens: list[int | None], slots: int, first_rows: bool, dtype: Any
+    tokens: list[int | None],
+    slots: int,
+    first_rows: bool,
+    dtype: Any,
 ) -> None:
     raw, _ = parse(SCHEMA, text_of([tokens, tokens[::-1]]))
     counters = [TokenCounter(slots, dtype=dtype, first_rows=first_rows) for _ in range(2)]
@@ -198,7 +204,8 @@ def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> Non
     schema = Schema(tokens=kind, label=None, dense=("d", "e", "f"))
     counts = CountingJob(schema).empty()
     counts.add_rows(
-        find_block(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}), 0
+        find_block(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}),
+        0,
     )
     there = [value for value in values if value is not None]
     (first, *others), desired = counts.dense_moments.tolist(), moments(there)
@@ -249,7 +256,8 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
 def test_count_log_counts_only_requested_rows(tmp_path: Path) -> None:
     text = b"".join(b"%d\t%08x\t\n" % (i, i) for i in range(100))
     index = LogIndex(
-        tuple(part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)), Faults()
+        tuple(part.segment for part in parts_in(tmp_path, SCHEMA, text, 200)),
+        Faults(),
     )
     job = CountingJob(SCHEMA, first_rows=True)
     counts = job.empty()
@@ -309,7 +317,9 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
         "t": [bag for _, bag in rows],
     }
     raw = find_block(
-        schema, columns, labels={"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)}
+        schema,
+        columns,
+        labels={"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)},
     )
     counts = CountingJob(schema, first_rows=True).empty()
     counts.add_source(raw, "a.csv")
@@ -353,7 +363,10 @@ def test_counts_match_values_of_log(log_text: bytes, tmp_path: Path, first_rows:
 @pytest.mark.parametrize("first_rows", [False, True])
 @pytest.mark.parametrize("segment_bytes", [20_000, 77_777])
 def test_counts_are_independent_of_tasks(
-    log_text: bytes, tmp_path: Path, first_rows: bool, segment_bytes: int
+    log_text: bytes,
+    tmp_path: Path,
+    first_rows: bool,
+    segment_bytes: int,
 ) -> None:
     expected = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
     parts = parts_in(tmp_path, CRITEO, log_text, segment_bytes)
@@ -417,7 +430,11 @@ def clicks(click_log: Path) -> list[SegmentRange]:
 
 def spilled(parts: Sequence[SegmentRange], folder: Path) -> Counts:
     return count_log(
-        CountingJob(CRITEO), parts, engine=HERE, memory_bytes=1 << 20, spill_folder=str(folder)
+        CountingJob(CRITEO),
+        parts,
+        engine=HERE,
+        memory_bytes=1 << 20,
+        spill_folder=str(folder),
     )
 
 
@@ -438,13 +455,17 @@ def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> 
 
 
 def test_spill_rejects_full_disk_and_url_and_creates_folder(
-    clicks: list[SegmentRange], tmp_path: Path
+    clicks: list[SegmentRange],
+    tmp_path: Path,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk as small as that
     try:
         rejects(
-            r"cannot write spilled counts .*File too large.*spill_folder", spilled, clicks, tmp_path
+            r"cannot write spilled counts .*File too large.*spill_folder",
+            spilled,
+            clicks,
+            tmp_path,
         )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -514,7 +535,10 @@ def test_counting_indexer_matches_count_log(
     assert shown[-1] == ("index (bytes)", size, size)
     for place in (None, cache):
         assert index == index_log(
-            files, CRITEO, segment_bytes=20_000, context=TaskContext(HERE, place)
+            files,
+            CRITEO,
+            segment_bytes=20_000,
+            context=TaskContext(HERE, place),
         )
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
@@ -524,7 +548,9 @@ def test_counting_indexer_matches_count_log(
 
 
 def test_counting_indexer_passes_on_errors_and_ends_spill(
-    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    click_log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = mock.Mock()
     monkeypatch.setattr(Counts, "close", closed)
@@ -574,10 +600,12 @@ def test_problems_of_counted_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}]
+    "changes",
+    [{"missing": "zero"}, {"missing": "zero", "token_modulo": 2**31}],
 )
 def test_counting_memory_is_bounded_for_all_presets(
-    changes: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
@@ -603,7 +631,8 @@ def test_counting_memory_is_bounded_for_all_presets(
 
 def test_default_memory_limit_is_quarter_of_available() -> None:
     with mock.patch(
-        "rayrec.host_resources.memory", return_value=Memory(total=64 << 30, available=8 << 30)
+        "rayrec.host_resources.memory",
+        return_value=Memory(total=64 << 30, available=8 << 30),
     ):
         counts = CountingJob(SCHEMA).total(None, None)
     assert counts.spill.memory_bytes == 2 << 30

@@ -59,7 +59,9 @@ def test_bins_have_equally_many_values() -> None:
     ],
 )
 def test_value_belongs_to_one_bin(
-    values: list[float], num_bins: int, edges: tuple[float, ...]
+    values: list[float],
+    num_bins: int,
+    edges: tuple[float, ...],
 ) -> None:
     assert quantile_edges(np.array(values), num_bins) == edges
 

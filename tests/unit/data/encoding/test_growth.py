@@ -135,7 +135,10 @@ def test_report_warns_of_times_after_counted_rows(tmp_path: Path) -> None:
     later = shuffled.set_column(1, "time", pa.array(shuffled["time"].to_numpy() + 29 * 86400))
     pq.write_table(later, tmp_path / "new.parquet")
     rayrec.vocabulary(
-        str(tmp_path / "old.parquet"), out=str(tmp_path / "made"), schema=SCHEMA, console=QUIET
+        str(tmp_path / "old.parquet"),
+        out=str(tmp_path / "made"),
+        schema=SCHEMA,
+        console=QUIET,
     )
     report = rayrec.validate(
         str(tmp_path / "new.parquet"),

@@ -68,7 +68,10 @@ RULES = (
 )
 @CHECKED
 def test_inputs_have_mean_0_and_deviation_1(
-    rules: dict[str, Any], mean: float, spread: float, seed: int
+    rules: dict[str, Any],
+    mean: float,
+    spread: float,
+    seed: int,
 ) -> None:
     # Uniform values have no outliers, which bounds would change.
     values = mean + (mean or 1.0) * spread * np.random.default_rng(seed).uniform(-1, 1, 400)
@@ -83,14 +86,18 @@ def test_inputs_have_mean_0_and_deviation_1(
     ("values", "rules"),
     [
         pytest.param(
-            np.random.default_rng(0).uniform(300, 700, 1000), {"dense": "identity"}, id="identity"
+            np.random.default_rng(0).uniform(300, 700, 1000),
+            {"dense": "identity"},
+            id="identity",
         ),
         pytest.param(HOUR, {"dense": "identity"}, id="hour"),
         pytest.param(HOUR, {"dense": "signed_log"}, id="hour, logarithm"),
         pytest.param(np.linspace(0, 1e-6, 500), {"dense": "signed_log"}, id="small rates"),
         pytest.param(np.linspace(-1e-9, 1e-9, 500), {"dense": "identity"}, id="around zero"),
         pytest.param(
-            1e9 * (1 + 1e-12 * np.linspace(-1, 1, 4001)), {"dense": "signed_log"}, id="last digits"
+            1e9 * (1 + 1e-12 * np.linspace(-1, 1, 4001)),
+            {"dense": "signed_log"},
+            id="last digits",
         ),
     ],
 )
@@ -100,7 +107,9 @@ def test_inputs_of_examples_are_standardized(values: np.ndarray, rules: dict[str
 
 @pytest.mark.parametrize("value", [0.0, -5.0, 1.7e9, 1e-300, 1e18])
 @pytest.mark.parametrize(
-    "rules", [{"dense": "identity"}, {"dense": "signed_log"}], ids=lambda rules: rules["dense"]
+    "rules",
+    [{"dense": "identity"}, {"dense": "signed_log"}],
+    ids=lambda rules: rules["dense"],
 )
 def test_constant_column_is_zero(value: float, rules: dict[str, Any]) -> None:
     assert inputs_of(np.full(7, value), **rules).tolist() == [0.0] * 7
@@ -132,7 +141,9 @@ def test_criteo_integers_use_transform_of_preset() -> None:
 )
 @CHECKED
 def test_preprocessor_is_independent_of_tasks(
-    values: list[float], cuts: list[int], dense: Any
+    values: list[float],
+    cuts: list[int],
+    dense: Any,
 ) -> None:
     raw = block(values)
     preset = Preset(dense=dense)

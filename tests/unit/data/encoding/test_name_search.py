@@ -31,7 +31,11 @@ def make_preprocessor(values: pa.Array, schema: Schema = LISTS) -> Preprocessor:
 
 
 def search(
-    folder: Path, tables: list[pa.Table], own: Preprocessor, *, threads: int = 1
+    folder: Path,
+    tables: list[pa.Table],
+    own: Preprocessor,
+    *,
+    threads: int = 1,
 ) -> CategoryNames | None:
     log = folder / "log"
     log.mkdir(exist_ok=True)
@@ -74,7 +78,10 @@ def test_ids_match_file(values: pa.Array, expected: list[Any], tmp_path: Path) -
 
 @pytest.mark.parametrize(("rows", "threads"), [(1, 3), (3, 2), (1 << 20, 1)])
 def test_first_text_in_file_order_counts(
-    rows: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Texts share a token only at random, so this vocabulary claims it."""
     monkeypatch.setattr(name_search, "_TASK_ROWS", rows)

@@ -192,7 +192,9 @@ def test_criteo_logs_keep_raw_zero() -> None:
 
 def test_preprocessors_of_earlier_versions_encode_as_before() -> None:
     before = hashed_preprocessor(
-        [9], LOG, dense=(DenseColumn(mean=21.25, scale=1e5, missing_value=-2e6), DenseColumn())
+        [9],
+        LOG,
+        dense=(DenseColumn(mean=21.25, scale=1e5, missing_value=-2e6), DenseColumn()),
     )
     assert [set(rule) for rule in before.describe()["dense"]] == [
         {
@@ -232,7 +234,8 @@ def test_warm_start_keeps_indicators_of_network() -> None:
 # -- Bounds
 def test_inputs_stay_in_counted_range(preprocessor: Preprocessor) -> None:
     dense = preprocessor.encode(block([DAY[0] - 1e6, DAY[-1] + 1e6, 0.0, 1e18], [30.0] * 4)).dense[
-        :, 0
+        :,
+        0,
     ]
     counted = preprocessor.encode(block(DAY, AGES)).dense[:, 0]
     np.testing.assert_allclose(

@@ -64,7 +64,10 @@ TOY = b"""1\t5\t0\ta0000001\t05db9164
 
 
 def index_of(
-    folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes: int = 40
+    folder: Path,
+    *texts: bytes,
+    schema: Schema = SCHEMA,
+    segment_bytes: int = 40,
 ) -> LogIndex:
     for day, text in enumerate(texts):
         (folder / f"day_{day}").write_bytes(text)
@@ -72,7 +75,9 @@ def index_of(
 
 
 def encoded(
-    preset: Preset, folder: Path, *texts: bytes
+    preset: Preset,
+    folder: Path,
+    *texts: bytes,
 ) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
     index = index_of(folder, *(texts or (TOY,)))
     preprocessor = learn(index, SCHEMA, preset)
@@ -195,7 +200,12 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
     EXPECTED,
 )
 def test_rows_of_presets(
-    tmp_path: Path, preset: Preset, changes: Any, numbers: Any, ids: Any, tables: list[int]
+    tmp_path: Path,
+    preset: Preset,
+    changes: Any,
+    numbers: Any,
+    ids: Any,
+    tables: list[int],
 ) -> None:
     preprocessor, dense, found = encoded(preset.replace(**changes), tmp_path)
     np.testing.assert_allclose(dense, numbers, rtol=2e-7)
@@ -209,7 +219,8 @@ def test_mlperf_v1_applies_token_modulo(tmp_path: Path) -> None:
     # -> 4, 68fd1e64 -> 2
     assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 2]]
     unseen = index_of(
-        tmp_path, TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003")
+        tmp_path,
+        TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003"),
     )
     ids = [
         column.tolist()
@@ -238,27 +249,31 @@ def test_torchrec_subtracts_file_minimum(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
 def test_fuxictr_x4_ids_are_independent_of_block_size(
-    limit: int | None, changes: dict[str, Any]
+    limit: int | None,
+    changes: dict[str, Any],
 ) -> None:
     draw = np.random.default_rng(3)
     numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
     columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
     raw = find_block(
-        SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True))
+        SCHEMA.unlabelled(),
+        dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True)),
     )
     preset = FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4, **changes)
     preprocessor = made_from(raw, SCHEMA, preset)
     chosen = draw.permutation(5000)
     together = np.array(preprocessor.encode(raw, chosen).ids)
     alone = np.concatenate(
-        [np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1
+        [np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)],
+        axis=1,
     )
     np.testing.assert_array_equal(together, alone)
     # And the ids are those of the categories that were counted.
     buckets = Derivation(buckets=True).applied(raw)
     known = np.split(
-        preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1]
+        preprocessor.tokens,
+        np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1],
     )
     for column in range(2):
         expected = {
@@ -279,7 +294,9 @@ def test_rayrec_with_and_without_max_num_embeddings(tmp_path: Path) -> None:
     assert preprocessor.num_embeddings == [3, 3]
     present = np.array([math.copysign(math.log1p(abs(x)), x) for x in (5, -1, 0, 120, 3)])
     np.testing.assert_allclose(
-        dense[0, [0, 2, 3, 4, 5]], (present - present.mean()) / present.std(), rtol=1e-5
+        dense[0, [0, 2, 3, 4, 5]],
+        (present - present.mean()) / present.std(),
+        rtol=1e-5,
     )
     assert dense[0, 1] == dense[0, 3]  # missing counts as 0
     preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
@@ -308,7 +325,8 @@ def test_preset_roundtrip_keeps_constants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [preset for preset in presets.ALL.values() if preset.dense != "buckets"]
+    "preset",
+    [preset for preset in presets.ALL.values() if preset.dense != "buckets"],
 )
 def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: Preset) -> None:
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
@@ -328,11 +346,15 @@ def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: P
             id="presets.by_name-torchrec",
         ),
         pytest.param(
-            lambda: RAYREC.replace(min_count=0), "min_count", id="RAYREC.replace-min_count"
+            lambda: RAYREC.replace(min_count=0),
+            "min_count",
+            id="RAYREC.replace-min_count",
         ),
         pytest.param(lambda: Preset(ids="murmur3"), "num_embeddings", id="Preset-ids-murmur3"),
         pytest.param(
-            lambda: RAYREC.replace(first_id=1), "first_id", id="RAYREC.replace-first_id-1"
+            lambda: RAYREC.replace(first_id=1),
+            "first_id",
+            id="RAYREC.replace-first_id-1",
         ),
     ],
 )
@@ -353,7 +375,11 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     npy = tmp_path / "npy"
     raw.mkdir()
     index = index_of(
-        raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000
+        raw,
+        b"".join(lines[:900]),
+        b"".join(lines[900:1500]),
+        schema=CRITEO,
+        segment_bytes=20_000,
     )
     ours = learn(index, CRITEO, TORCHREC.replace(min_count=min_count)).encode(
         read_segments(index.segments, CRITEO)
@@ -362,7 +388,9 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     with torchrec_criteo() as criteo:
         sparse = [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)]
         criteo.BinaryCriteoUtils.sparse_to_contiguous(
-            sparse, str(npy), frequency_threshold=min_count
+            sparse,
+            str(npy),
+            frequency_threshold=min_count,
         )
     parts = ("sparse_contig_freq", "dense", "labels")
     ids, dense, labels = (
@@ -447,7 +475,10 @@ def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> N
     assert names == [*["1", "2-9", "10-99", "100-999"][: len(names) - 1], "(not in the vocabulary)"]
     found = [names[bucket] for bucket in assign_buckets(preprocessor, "D", np.asarray(rows.ids[1]))]
     for value, amount, name in zip(
-        drawn.tolist(), np.bincount(drawn)[drawn].tolist(), found, strict=True
+        drawn.tolist(),
+        np.bincount(drawn)[drawn].tolist(),
+        found,
+        strict=True,
     ):
         if value == 7:  # the caller knows which rows have none
             continue
@@ -519,7 +550,9 @@ def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preproce
     """Extend by column C as read by `lines`, and check that no old id has changed."""
     before = made_from(read(lines(old), folder / "old"), ONE_NUMBER, preset)
     extension = extend(
-        before, preset, counts_of(read(lines(new), folder / "new"), ONE_NUMBER, preset)
+        before,
+        preset,
+        counts_of(read(lines(new), folder / "new"), ONE_NUMBER, preset),
     )
     after = extension.preprocessor
     raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
@@ -568,7 +601,9 @@ def test_extension_keeps_last_row_of_unknown_categories(tmp_path: Path, preset: 
     ]
     assert after.num_embeddings[0] == before.num_embeddings[0] + 2
     again = extend(
-        after, preset, counts_of(read(lines("e"), tmp_path / "more"), ONE_NUMBER, preset)
+        after,
+        preset,
+        counts_of(read(lines("e"), tmp_path / "more"), ONE_NUMBER, preset),
     ).preprocessor
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
@@ -593,12 +628,17 @@ def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
     preset = RAYREC.replace(max_num_embeddings=5)
     before = made_from(read(lines("aabb"), tmp_path / "first"), ONE_NUMBER, preset)
     extension = extend(
-        before, preset, counts_of(read(lines("ccddda"), tmp_path / "log"), ONE_NUMBER, preset)
+        before,
+        preset,
+        counts_of(read(lines("ccddda"), tmp_path / "log"), ONE_NUMBER, preset),
     )
     assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
     assert extension.left_out == {"C": 1, "D": 1}
     _, after = extended(
-        preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo"
+        preset.replace(beyond_limit="modulo"),
+        "aabb",
+        "ccddda",
+        tmp_path / "modulo",
     )
     assert (after.num_embeddings[0], after.sparse[0].ids().tolist()) == (5, [2, 3, 4, 0])
 
@@ -613,7 +653,10 @@ def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, na
     second = str(tmp_path / "second.txt")
     extending = PreparationConfig(engine="threads")
     made = make_vocabulary(
-        second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=extending
+        second,
+        out=str(tmp_path / "new"),
+        extend=str(tmp_path / "old"),
+        config=extending,
     )
     alone = make_vocabulary(second, out=str(tmp_path / "alone"), config=config)
     old, new, other = (
@@ -662,7 +705,10 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> Non
     (tmp_path / "run").mkdir()
     (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")  # a run's folder will do
     made = make_vocabulary(
-        second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=CONFIG
+        second,
+        out=str(tmp_path / "new"),
+        extend=str(tmp_path / "run"),
+        config=CONFIG,
     )
     assert (made["appended"], made["num_embeddings"]["b"]) == (
         {"b": 2},
@@ -684,13 +730,20 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> Non
             id="old-preset-ray-template",
         ),
         pytest.param(
-            "old", {"min_count": 3}, "--min-count: must be 2, .* got 3", id="old-min_count-3"
+            "old",
+            {"min_count": 3},
+            "--min-count: must be 2, .* got 3",
+            id="old-min_count-3",
         ),
         pytest.param("", {}, "has no Preprocessor", id="has-no-Preprocessor"),
     ],
 )
 def test_extension_rejects_other_rules(
-    old: str, changes: dict[str, Any], message: str, tmp_path: Path, second: str
+    old: str,
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    second: str,
 ) -> None:
     rejects(
         message,

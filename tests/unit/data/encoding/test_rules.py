@@ -100,7 +100,8 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
         dtype,
     )
     missing = np.array(
-        data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool
+        data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))),
+        bool,
     )
     schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
     raw = find_block(
@@ -113,7 +114,8 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
 
     def find_ids(apply_modulo: np.ndarray) -> np.ndarray:
         return np.array(
-            [id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()], np.int64
+            [id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()],
+            np.int64,
         )
 
     desired = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
@@ -156,7 +158,8 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
     ],
 )
 def test_kernel_structs_match_rules(
-    rule: SparseColumn | DenseColumn, changes: dict[str, Any]
+    rule: SparseColumn | DenseColumn,
+    changes: dict[str, Any],
 ) -> None:
     def in_c(column: SparseColumn | DenseColumn) -> bytes:
         """Return the kernel's input: its column, and the table of ids."""
@@ -166,7 +169,8 @@ def test_kernel_structs_match_rules(
         return (
             bytes(
                 encoder._c_sparse_column(
-                    column, None if column.num_tokens is None else np.zeros(16, np.uint64)
+                    column,
+                    None if column.num_tokens is None else np.zeros(16, np.uint64),
                 )
             )
             + table
@@ -203,17 +207,28 @@ def test_bucket_kernel_matches_rule(integers: list[int]) -> None:
 )
 @CHECKED
 def test_bag_kernel_matches_rule(
-    ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any
+    ids: list[int],
+    size: int,
+    rows: int,
+    column: int,
+    seed: int,
+    distribution: Any,
 ) -> None:
     bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
     given_ids = np.array(ids, np.int64)
     found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(
-        len(ids), size
+        len(ids),
+        size,
     )
     assert (
         found.tolist()
         == expand_bag(
-            given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto"
+            given_ids,
+            size,
+            rows,
+            column=column,
+            seed=seed,
+            pareto=distribution == "pareto",
         ).tolist()
     )
 
@@ -233,7 +248,8 @@ def test_bag_kernel_matches_rule(
 @CHECKED
 def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> None:
     raw = find_block(
-        ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]}
+        ONE_NUMBER,
+        {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]},
     )
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
@@ -270,7 +286,9 @@ def test_murmur3_rejects_wide_categories() -> None:
 
 # -- Preprocessors that are made from logs
 def assert_same(
-    found: tuple[np.ndarray, list[Any]], desired: EncodedRows, names: tuple[str, ...]
+    found: tuple[np.ndarray, list[Any]],
+    desired: EncodedRows,
+    names: tuple[str, ...],
 ) -> None:
     dense, ids = found
     np.testing.assert_allclose(dense, desired.dense, rtol=1e-6, atol=1e-6)
@@ -352,7 +370,8 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     def column(values: st.SearchStrategy[Any], kind: pa.DataType) -> pa.Array:
         few = st.sampled_from(draw(st.lists(values, min_size=1, max_size=5)))  # so that they repeat
         return pa.array(
-            draw(st.lists(st.none() | few, min_size=2 * NUM_ROWS, max_size=2 * NUM_ROWS)), kind
+            draw(st.lists(st.none() | few, min_size=2 * NUM_ROWS, max_size=2 * NUM_ROWS)),
+            kind,
         )
 
     dense = tuple(f"d{number}" for number in range(draw(st.integers(0, 2))))
@@ -416,7 +435,9 @@ def test_encode_py_matches_custom_schemas(
     for table in (counted, further):
         raw, _ = parse_table(table, schema)
         assert_same(
-            encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse
+            encoder_class(folder).encode(table.to_pylist()),
+            preprocessor.encode(raw),
+            schema.sparse,
         )
 
 
@@ -424,14 +445,16 @@ def test_encode_py_matches_custom_schemas(
 @given(
     rows=st.lists(
         st.tuples(
-            st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)
+            st.tuples(*[st.none() | NUMBERS] * 2),
+            st.tuples(*[st.none() | st.integers(0, 9)] * 3),
         ),
         min_size=2,
         max_size=30,
     ),
     modulo=st.none() | st.integers(2, 5),
     rules=st.fixed_dictionaries(
-        {}, optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)}
+        {},
+        optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)},
     ),
     sizes=st.none() | st.lists(st.integers(1, 9), min_size=5, max_size=5),
     bags=st.none() | st.sampled_from(["uniform", "pareto"]),
@@ -488,7 +511,9 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
 
 @pytest.mark.parametrize("number", [-(2**63) - 1, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63])
 def test_encode_py_matches_integers_at_limits(
-    encoder_class: Any, tmp_path: Path, number: int
+    encoder_class: Any,
+    tmp_path: Path,
+    number: int,
 ) -> None:
     schema = Schema(label=None, sparse=("s",), tokens="any")
     preprocessor = click_models.hashed_preprocessor([2**40 - 87], schema)
@@ -537,7 +562,9 @@ def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path:
     ],
 )
 def test_encode_py_rejects_unknown_settings(
-    encoder_class: Any, tmp_path: Path, place: tuple[Any, ...]
+    encoder_class: Any,
+    tmp_path: Path,
+    place: tuple[Any, ...],
 ) -> None:
     schema = Schema(
         dense=("a",),
@@ -546,7 +573,11 @@ def test_encode_py_rejects_unknown_settings(
         tokens="any",
     )
     Preprocessor(
-        "test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)
+        "test",
+        schema,
+        (DenseColumn(),),
+        (SparseColumn(9, None),),
+        np.zeros(0, np.uint64),
     ).save(str(tmp_path))
     path = tmp_path / "preprocessor.json"
     stored = json.loads(path.read_text())
@@ -591,7 +622,8 @@ def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
 
 
 @pytest.mark.parametrize(
-    "subfolder", [pytest.param("", id="itself"), pytest.param("preprocessor", id="run")]
+    "subfolder",
+    [pytest.param("", id="itself"), pytest.param("preprocessor", id="run")],
 )
 def test_preprocessor_loads_from_run_folder(tmp_path: Path, subfolder: str) -> None:
     preprocessor = make()
@@ -672,7 +704,9 @@ def test_load_rejects_damaged_tokens(tmp_path: Path) -> None:
             id="stored-stored-sparse",
         ),
         pytest.param(
-            lambda stored: {**stored, "sparse": [{"num_embeddings": 3}] * 3}, "", id="case-3"
+            lambda stored: {**stored, "sparse": [{"num_embeddings": 3}] * 3},
+            "",
+            id="case-3",
         ),
         pytest.param(
             lambda stored: {**stored, "schema": {"label": "y"}},
@@ -698,7 +732,9 @@ def test_load_rejects_damaged_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_load_rejects_damaged_description(
-    change: Callable[..., Any], why: str, tmp_path: Path
+    change: Callable[..., Any],
+    why: str,
+    tmp_path: Path,
 ) -> None:
     make().save(str(tmp_path))
     path = tmp_path / "preprocessor.json"
@@ -712,7 +748,9 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
     good = make()
     object.__setattr__(good, "tokens", good.tokens if tokens is None else tokens)
     object.__setattr__(
-        good, "sparse", (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:])
+        good,
+        "sparse",
+        (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:]),
     )
     good.save(str(folder))
 
@@ -740,7 +778,10 @@ def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     source, target = (ctypes.c_void_p(array.ctypes.data) for array in (values, out))
     library().rayrec_transform_dense(
-        source, ctypes.c_int64(2), ctypes.byref(c_dense_column(column)), target
+        source,
+        ctypes.c_int64(2),
+        ctypes.byref(c_dense_column(column)),
+        target,
     )
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
     schema = Schema(label=None, sparse=("s",), tokens="any")

@@ -69,7 +69,10 @@ def schema_of(formulas: dict[str, str], folder: Path | None = None) -> Schema:
         else (
             NamedTable(name="items", path=str(folder / "items.parquet"), key="item"),
             NamedTable(
-                name="prices", path=str(folder / "prices.parquet"), key="item", time="since"
+                name="prices",
+                path=str(folder / "prices.parquet"),
+                key="item",
+                time="since",
             ),
         )
     )

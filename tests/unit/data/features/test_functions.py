@@ -61,7 +61,9 @@ WORDS = [
 TEXTS = st.one_of(
     st.sampled_from(WORDS),
     st.text(
-        st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=9
+        st.characters(exclude_categories=["Cs"], exclude_characters="\0"),
+        min_size=1,
+        max_size=9,
     ),
 )
 CHANGES = [
@@ -179,7 +181,9 @@ def bits(value: Any) -> Any:
 
 
 def results(
-    formula: str, rows: list[dict[str, Any]], forms: dict[str, str] | None = None
+    formula: str,
+    rows: list[dict[str, Any]],
+    forms: dict[str, str] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Return what the kernels, of columns in `forms`, and what the definitions make of rows."""
     checked = check(parse(formula), TYPES)
@@ -212,7 +216,9 @@ def test_kernel_equals_definition(formula: str, rows: list[dict[str, Any]]) -> N
 @given(rows=st.lists(INTEGER_ROWS, max_size=6), forms=FORMS)
 @settings(max_examples=15, deadline=None)
 def test_kernel_of_integers_equals_definition(
-    formula: str, rows: list[dict[str, Any]], forms: dict[str, str]
+    formula: str,
+    rows: list[dict[str, Any]],
+    forms: dict[str, str],
 ) -> None:
     kernel, definition = results(formula, rows, forms)
     assert bits(kernel) == bits(definition)
@@ -313,7 +319,8 @@ SCORES: st.SearchStrategy[str] = st.deferred(
 @given(formula=st.one_of(NUMBER, CATEGORY, ITEM_LISTS), rows=st.lists(ROWS, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_kernels_of_random_formula_equal_definitions(
-    formula: str, rows: list[dict[str, Any]]
+    formula: str,
+    rows: list[dict[str, Any]],
 ) -> None:
     kernel, definition = results(formula, rows)
     assert bits(kernel) == bits(definition)
@@ -456,7 +463,8 @@ def test_definition_of_lookup_gets_keys_and_type() -> None:
 
 
 @pytest.mark.parametrize(
-    "formula", ["tokens(d)", "split(d, ',')", "overlap(l, k)", "hour(t)", "cross(c, d)"]
+    "formula",
+    ["tokens(d)", "split(d, ',')", "overlap(l, k)", "hour(t)", "cross(c, d)"],
 )
 @pytest.mark.parametrize("form", ["text", "integers"])
 def test_no_rows_give_empty_array(formula: str, form: str) -> None:

@@ -47,7 +47,8 @@ ITEMS = {
     "tags": pa.array([["blue", "new"], None, [], ["new"]]),
     "brand": pa.array(["a", "b", "a", "a"]).dictionary_encode(),
     "parts": pa.array(
-        [[("ink", 1.0)], None, [], [("cap", 0.5)]], pa.map_(pa.string(), pa.float64())
+        [[("ink", 1.0)], None, [], [("cap", 0.5)]],
+        pa.map_(pa.string(), pa.float64()),
     ),
     "size": pa.array([{"name": "xl"}, None, {"name": None}, {"name": "s"}]),
     "taste": pa.array([[1, 2], [3, 4], None, [5, 6]], pa.list_(pa.float32(), 2)),
@@ -85,7 +86,10 @@ def write_csv(path: Path, *lines: str) -> str:
 
 
 def built(
-    path: str, *columns: str, key: str | tuple[str, ...] = "item", **options: Any
+    path: str,
+    *columns: str,
+    key: str | tuple[str, ...] = "item",
+    **options: Any,
 ) -> SideTable:
     integer_keys = options.pop("integer_keys", ())
     folder = options.pop("folder", None)
@@ -329,7 +333,10 @@ def test_text_keys_match_dict(keys: list[str], queries: list[str]) -> None:
 
 
 def in_memory(
-    columns: Mapping[str, Any], *, key: str | tuple[str, ...] = "item", time: str | None = None
+    columns: Mapping[str, Any],
+    *,
+    key: str | tuple[str, ...] = "item",
+    time: str | None = None,
 ) -> SideTable:
     """Build a table in an empty folder, which the next call removes."""
     folder = Path(os.environ["RAYREC_CACHE"])
@@ -441,7 +448,8 @@ def test_lookup_returns_newest_row_of_pair(tmp_path: Path) -> None:
 
 
 def test_table_of_pairs_is_reopened_and_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write(tmp_path / "o.parquet", {"shop": ["a", "b"], "item": [1, 2], "price": [3, 4]})
     table = built(path, "price", key=PAIR)
@@ -460,7 +468,8 @@ def test_table_of_pairs_is_reopened_and_restored(
     st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 22)), min_size=1),
 )
 def test_newest_row_matches_dict(
-    pairs: list[tuple[int, int]], queries: list[tuple[int, int]]
+    pairs: list[tuple[int, int]],
+    queries: list[tuple[int, int]],
 ) -> None:
     start = 1_700_000_000
     keys = [key for key, _ in pairs]
@@ -582,12 +591,17 @@ def test_conflicting_types_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", {"item": [1], "price": [1.5]})
     write(tmp_path / "b.parquet", {"item": [2], "price": ["x"]})
     rejects(
-        r"column price has values of types double and large_binary", built, str(tmp_path), "price"
+        r"column price has values of types double and large_binary",
+        built,
+        str(tmp_path),
+        "price",
     )
 
 
 def test_table_larger_than_memory_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_cache: Path,
 ) -> None:
     path = write(tmp_path / "items.parquet", {"item": np.arange(1000), "price": np.arange(1000)})
     memory = host_resources.Memory(10**9, 40_000)
@@ -602,7 +616,8 @@ def test_table_larger_than_memory_is_rejected(
 
 
 def test_built_table_larger_than_machine_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = built(write(tmp_path / "items.parquet", ITEMS), "price")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(1000, 1000))
@@ -674,7 +689,9 @@ def test_changed_table_is_rejected(tmp_path: Path) -> None:
 
 # -- Built files
 def test_copied_table_is_restored(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same files come of a copy, of a table with and without times."""
     items = built(write(tmp_path / "items.parquet", ITEMS), *STORED)
@@ -696,7 +713,8 @@ def test_copied_table_is_restored(
 
 
 def test_copy_with_other_content_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = built(write(tmp_path / "items.parquet", {"item": [1, 2], "price": [3, 4]}), "price")
     other = built(write(tmp_path / "other.parquet", {"item": [1, 2], "price": [3, 5]}), "price")

@@ -110,7 +110,9 @@ def test_tables_without_extension_are_recognized(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
 def test_headerless_text_is_recognized_in_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
 ) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
     line = b"1\t" + b"\t".join([b"5"] * 13 + [b"0000000a"] * 26) + b"\n"

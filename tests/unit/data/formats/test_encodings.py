@@ -29,7 +29,10 @@ TEXT = 'click,age,user,café\n1,30,"Zoë, ""x""",crème\n0,31,Noël,thé\n1,32,Z
 
 
 def read(
-    path: Path, schema: Schema, *, read_bytes: int = 1 << 20
+    path: Path,
+    schema: Schema,
+    *,
+    read_bytes: int = 1 << 20,
 ) -> tuple[RawBlock, dict[str, int]]:
     blocks = []
     counts = dict[str, int]()
@@ -112,10 +115,17 @@ def test_rows_in_another_encoding_are_loud(tmp_path: Path, capsys: pytest.Captur
     path = latin_log(tmp_path)
     quiet = Console(quiet=True)
     context = TaskContext(
-        LoopEngine(), str(tmp_path / "cache"), quiet.note, quiet.progress, quiet.warn
+        LoopEngine(),
+        str(tmp_path / "cache"),
+        quiet.note,
+        quiet.progress,
+        quiet.warn,
     )
     index = LogSource.at(str(path)).index(
-        PLAIN, segment_bytes=1 << 20, context=context, max_bad_fraction=0.01
+        PLAIN,
+        segment_bytes=1 << 20,
+        context=context,
+        max_bad_fraction=0.01,
     )
     assert (index.rows, index.faults.counts) == (199, {"not UTF-8": 1})
     shown = capsys.readouterr().err
@@ -124,7 +134,8 @@ def test_rows_in_another_encoding_are_loud(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_vocabulary_counts_rows_of_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     schema = PLAIN.replace(encoding="latin-1")

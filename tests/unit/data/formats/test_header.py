@@ -28,7 +28,10 @@ def write(folder: Path, text: str) -> str:
     ("first", "rows", "expected"),
     [
         pytest.param(
-            ["user", "item", "click"], [["u1", "i1", "0"], ["u2", "i1", "1"]], False, id="names"
+            ["user", "item", "click"],
+            [["u1", "i1", "0"], ["u2", "i1", "1"]],
+            False,
+            id="names",
         ),
         pytest.param(
             ["u1", "i1", "0"],
@@ -37,17 +40,26 @@ def write(folder: Path, text: str) -> str:
             id="text occurs in its column",
         ),
         pytest.param(
-            ["u1", "i1"], [["i1", "u1"], ["u2", "i2"]], False, id="text occurs in another column"
+            ["u1", "i1"],
+            [["i1", "u1"], ["u2", "i2"]],
+            False,
+            id="text occurs in another column",
         ),
         pytest.param(
-            ["196", "242", "3", "881250949"], [["186", "302", "3", "891717742"]], True, id="numbers"
+            ["196", "242", "3", "881250949"],
+            [["186", "302", "3", "891717742"]],
+            True,
+            id="numbers",
         ),
         pytest.param(["1", "2", "3"], [["7", "8", "9"]], True, id="few numbers that count up"),
         pytest.param([str(n) for n in range(40)], [["5"] * 40], False, id="names of pandas from 0"),
         pytest.param([str(n) for n in range(1, 41)], [["5"] * 40], False, id="names from 1"),
         pytest.param([str(n) for n in range(8)], [["5"] * 8], False, id="eight names from 0"),
         pytest.param(
-            [str(n) for n in range(7)], [["5"] * 7], True, id="seven numbers that count up"
+            [str(n) for n in range(7)],
+            [["5"] * 7],
+            True,
+            id="seven numbers that count up",
         ),
         pytest.param(
             ["label", "1", "2", "3"],
@@ -58,7 +70,10 @@ def write(folder: Path, text: str) -> str:
         pytest.param(["u1", "2024-05-01", "i1"], [["u2", "2024-05-02", "i2"]], True, id="date"),
         pytest.param(["u1", "3.5", "i1"], [["u2", "4.5", "i2"]], True, id="decimal beside texts"),
         pytest.param(
-            ["0", "u1", "i1"], [["1", "u2", "i2"], ["0", "u3", "i3"]], True, id="label of 0 and 1"
+            ["0", "u1", "i1"],
+            [["1", "u2", "i2"], ["0", "u3", "i3"]],
+            True,
+            id="label of 0 and 1",
         ),
         pytest.param(["user", "0"], [["u1", "7"], ["u2", "0"]], False, id="column 0 of pandas"),
         pytest.param(
@@ -78,7 +93,9 @@ def write(folder: Path, text: str) -> str:
     ],
 )
 def test_looks_like_data_recognizes_rows(
-    first: list[str], rows: list[list[str]], expected: bool
+    first: list[str],
+    rows: list[list[str]],
+    expected: bool,
 ) -> None:
     assert looks_like_data(first, rows) is expected
 
@@ -101,7 +118,9 @@ def test_looks_like_data_recognizes_rows(
     ],
 )
 def test_delimiter_search_skips_quoted_text(
-    head: str, delimiter: str, columns: tuple[str, ...]
+    head: str,
+    delimiter: str,
+    columns: tuple[str, ...],
 ) -> None:
     header = read_header(head.encode(), Schema(label=None, sparse=("-",)), path="log.csv")
     assert (header.delimiter, header.columns, header.is_row) == (delimiter, columns, True)
@@ -128,7 +147,8 @@ def test_header_keeps_blanks_named_in_schema(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [pytest.param(" user", id="blank"), pytest.param("User", id="case")]
+    "other",
+    [pytest.param(" user", id="blank"), pytest.param("User", id="case")],
 )
 def test_header_rejects_similar_names(tmp_path: Path, other: str) -> None:
     path = write(tmp_path, f"click,age,user,job,{other}\n1,30,u1,clerk,u2\n")
@@ -158,12 +178,15 @@ def test_file_without_header_is_rejected(tmp_path: Path) -> None:
     rejects("first row looks like data", csv_columns, path, Schema(label=None, sparse=("clerk",)))
     no_order = CLICKS.replace(header=())
     rejects(
-        "no header, and the training log had no order of columns", list, read_csv(path, no_order)
+        "no header, and the training log had no order of columns",
+        list,
+        read_csv(path, no_order),
     )
 
 
 @pytest.mark.parametrize(
-    "header_row", [pytest.param(False, id="declared"), pytest.param(True, id="of the training log")]
+    "header_row",
+    [pytest.param(False, id="declared"), pytest.param(True, id="of the training log")],
 )
 @pytest.mark.parametrize(
     ("text", "labelled"),
@@ -173,7 +196,10 @@ def test_file_without_header_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_lines_without_header_use_stored_order(
-    tmp_path: Path, header_row: bool, text: str, labelled: bool
+    tmp_path: Path,
+    header_row: bool,
+    text: str,
+    labelled: bool,
 ) -> None:
     schema = CLICKS.replace(header=ORDER, header_row=header_row)
     schema = schema if labelled else schema.unlabelled()
@@ -181,7 +207,8 @@ def test_lines_without_header_use_stored_order(
         raw, faults = parsed(write(tmp_path, text.replace("\n", ending)), schema)
         assert (raw.numbers.tolist(), faults.total) == ([[30.0], [31.0]], 0)
         expected, _ = parsed(
-            write(tmp_path, "click,age,user,job\n1,30,u1,clerk\n0,31,u2,clerk\n"), schema
+            write(tmp_path, "click,age,user,job\n1,30,u1,clerk\n0,31,u2,clerk\n"),
+            schema,
         )
         assert (raw.categories == expected.categories).all()
         assert ("click" in raw.labels) is labelled
@@ -239,7 +266,9 @@ def test_declared_header_reads_unique_texts(tmp_path: Path) -> None:
 )
 def test_header_row_matches_columns(text: str, is_row: bool) -> None:
     towers = Schema(
-        label=None, sparse=("user", "item", "a", "b"), header=("item", "user", "a", "b")
+        label=None,
+        sparse=("user", "item", "a", "b"),
+        header=("item", "user", "a", "b"),
     )
     header = read_header(text.encode(), towers.replace(delimiter=","), path="log.csv")
     assert (header.is_row, header.columns[0]) == (is_row, "User" if is_row else "item")
@@ -265,7 +294,9 @@ def test_declared_names_in_first_row_are_header(tmp_path: Path) -> None:
     ],
 )
 def test_missing_column_error_proposes_nearest(
-    names: Sequence[str], column: str, meant: str
+    names: Sequence[str],
+    column: str,
+    meant: str,
 ) -> None:
     rejects(
         re.escape(f"no column named {column}; {meant}"),
@@ -278,7 +309,11 @@ def test_missing_column_error_proposes_nearest(
 
 def test_missing_column_error_omits_unlike_names() -> None:
     rejects(
-        "no column named user; it has a, b", check_columns, ["a", "b"], ["user"], path="log.csv"
+        "no column named user; it has a, b",
+        check_columns,
+        ["a", "b"],
+        ["user"],
+        path="log.csv",
     )
 
 
@@ -308,7 +343,8 @@ def test_escape_reads_backslash_quotes(tmp_path: Path) -> None:
 
 def test_blanks_after_closing_quote_are_skipped(tmp_path: Path) -> None:
     raw, faults = parsed(
-        write(tmp_path, 'click,age,user,job\n1,30,"u1" ,clerk\n1,30,u1,"clerk"\t\n'), CLICKS
+        write(tmp_path, 'click,age,user,job\n1,30,"u1" ,clerk\n1,30,u1,"clerk"\t\n'),
+        CLICKS,
     )
     assert (faults.total, raw.categories[0].tolist()) == (0, raw.categories[1].tolist())
 
@@ -319,13 +355,19 @@ def test_blanks_after_closing_quote_are_skipped(tmp_path: Path) -> None:
         pytest.param({"escape": '"'}, "escape must be one ASCII character", id="quote"),
         pytest.param({"escape": "\t"}, "escape must be one ASCII character", id="delimiter"),
         pytest.param(
-            {"encoding": "latin-17"}, "encoding must be one of Python's", id="unknown encoding"
+            {"encoding": "latin-17"},
+            "encoding must be one of Python's",
+            id="unknown encoding",
         ),
         pytest.param(
-            {"encoding": "base64"}, "encoding must be one of Python's", id="no text encoding"
+            {"encoding": "base64"},
+            "encoding must be one of Python's",
+            id="no text encoding",
         ),
         pytest.param(
-            {"tokens": "hexadecimal", "escape": "\\"}, "escape needs tokens: any", id="hexadecimal"
+            {"tokens": "hexadecimal", "escape": "\\"},
+            "escape needs tokens: any",
+            id="hexadecimal",
         ),
     ],
 )

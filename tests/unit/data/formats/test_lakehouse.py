@@ -202,7 +202,10 @@ def test_iceberg_equality_deletes_are_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_delta_features_are_rejected(
-    tmp_path: Path, protocol: dict[str, Any], settings: dict[str, str], message: str
+    tmp_path: Path,
+    protocol: dict[str, Any],
+    settings: dict[str, str],
+    message: str,
 ) -> None:
     write_delta(rows_of(0, 1), tmp_path)
 
@@ -322,7 +325,9 @@ def test_unchanged_files_are_converted_once(tmp_path: Path) -> None:
     for count in (1, 2):
         context = TaskContext(LoopEngine(), str(cache))
         index = LogSource.at(str(tmp_path / "log")).index(
-            SCHEMA, segment_bytes=1 << 20, context=context
+            SCHEMA,
+            segment_bytes=1 << 20,
+            context=context,
         )
         assert index.rows == 20 * count
         assert len(list((cache / "tables").iterdir())) == count

@@ -120,7 +120,11 @@ def _text(value: Any, mark: str) -> str:
 
 
 def as_csv(
-    log: Log, schema: Schema, *, delimiter: str = ",", names: Sequence[str] = COLUMNS
+    log: Log,
+    schema: Schema,
+    *,
+    delimiter: str = ",",
+    names: Sequence[str] = COLUMNS,
 ) -> str:
     out = io.StringIO()
     writer = csv.writer(out, delimiter=delimiter, lineterminator="\n")
@@ -216,7 +220,9 @@ def read_body(body: RequestBody, schema: Schema) -> RawBlock:
 @settings(max_examples=20, deadline=None)
 @given(log=logs, schema=schemas)
 def test_inputs_are_same_in_all_formats(
-    log: Log, schema: Schema, tmp_path_factory: pytest.TempPathFactory
+    log: Log,
+    schema: Schema,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("formats")
     (folder / "log.csv").write_bytes(FILES["csv"](log, schema))

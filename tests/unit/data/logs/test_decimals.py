@@ -95,7 +95,8 @@ def test_decimals_in_lists_and_groups_are_exact() -> None:
 
 def test_fractions_and_null_are_not_categories() -> None:
     raw, faults = parse_table(
-        pa.table({"id": decimals(["1.50", None, "2.00"], pa.decimal128(20, 2))}), IDS
+        pa.table({"id": decimals(["1.50", None, "2.00"], pa.decimal128(20, 2))}),
+        IDS,
     )
     assert faults.counts == {"not a whole number in range": 1}
     assert (raw.categories[:, 0].tolist(), raw.missing[:, 0].tolist()) == ([0, 2], [True, False])
@@ -106,7 +107,8 @@ def test_decimals_of_integers_are_64_bit() -> None:
     raw, faults = parse_table(pa.table({"id": decimals(LARGE, pa.decimal128(20, 0))}), schema)
     assert faults.counts == {"not a whole number in range": 4}
     np.testing.assert_array_equal(
-        raw.categories.view(np.int64)[:, 0], [int(v) for v in LARGE if -(2**63) <= int(v) < 2**63]
+        raw.categories.view(np.int64)[:, 0],
+        [int(v) for v in LARGE if -(2**63) <= int(v) < 2**63],
     )
 
 
@@ -114,7 +116,8 @@ def test_decimal_counts_of_criteo_are_exact() -> None:
     schema = Schema(label=None, dense=("count",), tokens="hexadecimal")
     values = ["9007199254740993", "-999999999999999999"]
     raw, faults = parse_table(
-        pa.table({"count": decimals([*values, "1.5"], pa.decimal128(20, 1))}), schema
+        pa.table({"count": decimals([*values, "1.5"], pa.decimal128(20, 1))}),
+        schema,
     )
     assert (raw.numbers[:, 0].tolist(), faults.total) == ([int(value) for value in values], 1)
 

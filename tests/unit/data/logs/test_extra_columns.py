@@ -24,7 +24,11 @@ CLICKS = Schema(label="click", dense=("age",), sparse=("user",))
 
 
 def read(
-    path: Path, names: tuple[str, ...], schema: Schema = CLICKS, *, segment_bytes: int = 20_000
+    path: Path,
+    names: tuple[str, ...],
+    schema: Schema = CLICKS,
+    *,
+    segment_bytes: int = 20_000,
 ) -> list[dict[str, Any]]:
     """Return the columns of all valid rows of a log, read in blocks of one segment."""
     LogSource.at(str(path)).check_extra(names, schema)

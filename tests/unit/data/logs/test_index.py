@@ -109,7 +109,10 @@ def test_any_chunk_and_segment_size(
     segment_bytes: int,
 ) -> None:
     check_cutting(
-        folder, ending.join(lines) + (ending if last else b""), chunk_bytes, segment_bytes
+        folder,
+        ending.join(lines) + (ending if last else b""),
+        chunk_bytes,
+        segment_bytes,
     )
 
 
@@ -126,13 +129,18 @@ def test_any_chunk_and_segment_size(
     segment_bytes=st.integers(1, 9000),
 )
 def test_very_long_lines(
-    folder: Path, lines: list[bytes], last: bool, chunk_bytes: int, segment_bytes: int
+    folder: Path,
+    lines: list[bytes],
+    last: bool,
+    chunk_bytes: int,
+    segment_bytes: int,
 ) -> None:
     check_cutting(folder, b"\n".join(lines) + (b"\n" if last else b""), chunk_bytes, segment_bytes)
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"\n\n\n", b"1", b"1\t5\tdeadbeef", b"\r\n", b"\r", b"1" * 50_000]
+    "text",
+    [b"", b"\n", b"\n\n\n", b"1", b"1\t5\tdeadbeef", b"\r\n", b"\r", b"1" * 50_000],
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 13, 1 << 20])
 def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
@@ -200,7 +208,9 @@ def test_index_json_roundtrip(tmp_path: Path) -> None:
 def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
     cache = CachedIndex(
-        str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments)
+        str(tmp_path / "index.json"),
+        "1",
+        frozenset(segment.path for segment in made.segments),
     )
     assert cache.read() is None
     cache.write(made)
@@ -269,7 +279,10 @@ def test_check_rejects_too_many_invalid_rows(tmp_path: Path) -> None:
 def test_cache_key_depends_on_files_columns_and_segments() -> None:
     def identity(*files: storage.File, schema: Schema = SCHEMA, segment_bytes: int = 5) -> str:
         cached = log_index.CachedIndex.at(
-            "cache", files=files, schema=schema, segment_bytes=segment_bytes
+            "cache",
+            files=files,
+            schema=schema,
+            segment_bytes=segment_bytes,
         )
         return f"{cached.path} {cached.version}"
 
@@ -330,7 +343,8 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     assert os.stat(unpacked.path).st_ino == written.st_ino  # not written again
     assert (
         unpack(
-            storage.File(file.path, file.size_bytes, file.modified_ns + 1), str(tmp_path / "plain")
+            storage.File(file.path, file.size_bytes, file.modified_ns + 1),
+            str(tmp_path / "plain"),
         ).path
         != unpacked.path
     )
@@ -353,7 +367,8 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
 
 
 def test_is_packed_reads_plain_files_and_rejects_unreadable_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
         assert not cache.is_packed(write(tmp_path, text).path)
@@ -460,7 +475,8 @@ def token(text: bytes) -> int:
 
 
 def tokens_of(
-    function: Callable[..., np.ndarray], array: pa.Array
+    function: Callable[..., np.ndarray],
+    array: pa.Array,
 ) -> tuple[np.ndarray, np.ndarray]:
     out = np.empty(len(array), np.uint64)
     return out, function(array, out)
@@ -485,7 +501,8 @@ def check_texts(texts: list[bytes | None]) -> None:
 
 
 numerals = st.integers(-(2**66), 2**66).map(lambda n: str(n).encode()) | st.from_regex(
-    rb"[-+]?[0-9]{0,21}", fullmatch=True
+    rb"[-+]?[0-9]{0,21}",
+    fullmatch=True,
 )
 
 
@@ -562,7 +579,8 @@ INTEGERS = st.lists(
 @given(INTEGERS)
 def test_integer_tokens_match_text(values: list[int | None]) -> None:
     text, _ = tokens_of(
-        text_tokens, pa.array([None if v is None else str(v) for v in values], pa.string())
+        text_tokens,
+        pa.array([None if v is None else str(v) for v in values], pa.string()),
     )
     tokens, status = tokens_of(integer_tokens, pa.array(values, pa.uint64()))
     assert tokens.tolist() == text.tolist()
@@ -583,12 +601,15 @@ def test_integer_tokens_match_text(values: list[int | None]) -> None:
 )
 @given(values=INTEGERS)
 def test_narrow_integer_tokens_match_text(
-    kind: pa.DataType, first: int, values: list[int | None]
+    kind: pa.DataType,
+    first: int,
+    values: list[int | None],
 ) -> None:
     narrow = [None if v is None else first + v % 2**kind.bit_width for v in values]
     tokens, _ = tokens_of(integer_tokens, pa.array(narrow, kind))
     text, _ = tokens_of(
-        text_tokens, pa.array([None if v is None else str(v) for v in narrow], pa.string())
+        text_tokens,
+        pa.array([None if v is None else str(v) for v in narrow], pa.string()),
     )
     assert tokens.tolist() == text.tolist()
 

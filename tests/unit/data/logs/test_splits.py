@@ -29,7 +29,8 @@ from rayrec.schema import Schema
 
 def index_of(*rows: int) -> LogIndex:
     return LogIndex(
-        numbered((f"day_{i // 2}", i, i + 1, count) for i, count in enumerate(rows)), Faults()
+        numbered((f"day_{i // 2}", i, i + 1, count) for i, count in enumerate(rows)),
+        Faults(),
     )
 
 
@@ -81,7 +82,10 @@ def test_split_rejects_empty_part(kind: str, rows: tuple[Any, ...]) -> None:
 
 @given(st.integers(20, 10_000_000), st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.booleans())
 def test_fractions_cover_every_row_in_order(
-    rows: int, validation: float, test: float, test_first: bool
+    rows: int,
+    validation: float,
+    test: float,
+    test_first: bool,
 ) -> None:
     ranges = Split(
         kind="fraction",
@@ -285,7 +289,9 @@ LINES = [GOOD, b"", b"1\t2", b"2\t3\t0000000a", b"1\t3\t0a", b"x" * 5000]
 @settings(max_examples=40, deadline=None)
 @given(kinds=st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5]), min_size=1, max_size=80))
 def test_good_lines_of_any_mixture(
-    tmp_path_factory: pytest.TempPathFactory, ending: bytes, kinds: list[int]
+    tmp_path_factory: pytest.TempPathFactory,
+    ending: bytes,
+    kinds: list[int],
 ) -> None:
     if not ending and LINES[kinds[-1]] == b"":
         kinds = [*kinds, 0]  # an empty last line without a newline is no line
@@ -323,7 +329,11 @@ ANY = Schema(
 
 
 def _values(
-    path: Path, schema: Schema, *columns: str, start: int = 0, stop: int | None = None
+    path: Path,
+    schema: Schema,
+    *columns: str,
+    start: int = 0,
+    stop: int | None = None,
 ) -> list[list[object]]:
     with tempfile.TemporaryDirectory() as cache:
         (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
@@ -380,18 +390,26 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
     ("users", "expected"),
     [
         pytest.param(
-            pa.array([5, None, 2**62]), ["5", None, str(2**62)], id="pa.array-5-None-2-62"
+            pa.array([5, None, 2**62]),
+            ["5", None, str(2**62)],
+            id="pa.array-5-None-2-62",
         ),
         pytest.param(pa.array(["a", "", None]), ["a", None, None], id="pa.array-a-None"),
         pytest.param(
-            pa.array(["b", None, "b"]).dictionary_encode(), ["b", None, "b"], id="pa.array-b-None-b"
+            pa.array(["b", None, "b"]).dictionary_encode(),
+            ["b", None, "b"],
+            id="pa.array-b-None-b",
         ),
         pytest.param(
-            pa.array([True, False, None]), ["1", "0", None], id="pa.array-True-False-None"
+            pa.array([True, False, None]),
+            ["1", "0", None],
+            id="pa.array-True-False-None",
         ),
         pytest.param(pa.array([b"a", b"", None]), ["a", None, None], id="pa.array-b-a-b-None"),
         pytest.param(
-            pa.array([None, None, None]), [None, None, None], id="pa.array-None-None-None"
+            pa.array([None, None, None]),
+            [None, None, None],
+            id="pa.array-None-None-None",
         ),
     ],
 )
@@ -435,7 +453,10 @@ def test_slice_of_names_rows(tmp_path: Path) -> None:
     [
         pytest.param(MAX_SLICES, "file", f"day_{MAX_SLICES - 1}", id="most"),
         pytest.param(
-            MAX_SLICES + 1, "files", f"day_{MAX_SLICES - 1} ... day_{MAX_SLICES}", id="one more"
+            MAX_SLICES + 1,
+            "files",
+            f"day_{MAX_SLICES - 1} ... day_{MAX_SLICES}",
+            id="one more",
         ),
     ],
 )

@@ -92,7 +92,10 @@ def index_of(
 
 
 def read(
-    paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20
+    paths: Sequence[Path],
+    schema: Schema,
+    cache: Path,
+    segment_bytes: int = 1 << 20,
 ) -> tuple[Any, Faults]:
     index = index_of(paths, schema, cache, segment_bytes)
     return read_tables(index.segments, schema), index.faults
@@ -266,7 +269,9 @@ def criteo_text(rows: int, seed: int) -> bytes:
 def criteo_table(text: bytes, *, has_nulls: bool = True) -> pa.Table:
     kinds = dict.fromkeys(CRITEO.columns, pa.int64()) | dict.fromkeys(CRITEO.sparse, pa.string())
     converted = arrow_csv.ConvertOptions(
-        column_types=kinds, null_values=[""], strings_can_be_null=has_nulls
+        column_types=kinds,
+        null_values=[""],
+        strings_can_be_null=has_nulls,
     )
     tabs = arrow_csv.ParseOptions(delimiter="\t")
     named = arrow_csv.ReadOptions(column_names=CRITEO.columns)
@@ -287,7 +292,8 @@ def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) ->
     text = criteo_text(300, 0)
     schema = CRITEO if labelled else CRITEO.unlabelled()
     expected, _ = parse(
-        schema, text if labelled else b"\n".join(line[2:] for line in text.splitlines())
+        schema,
+        text if labelled else b"\n".join(line[2:] for line in text.splitlines()),
     )
     header = "\t".join(CRITEO.columns).encode() + b"\n"
     (tmp_path / "a.csv").write_bytes((header + text).replace(b"\t", b","))
@@ -332,7 +338,10 @@ def test_table_sources_match_text(tmp_path: Path) -> None:
         ("\t".join(CRITEO.columns).encode() + b"\n" + criteo_text(9, 1)).replace(b"\t", b",")
     )
     raw, _ = read(
-        [tmp_path / "day_0.parquet", tmp_path / "day_1.csv"], CRITEO, tmp_path / "cache", 2000
+        [tmp_path / "day_0.parquet", tmp_path / "day_1.csv"],
+        CRITEO,
+        tmp_path / "cache",
+        2000,
     )
     ranges: dict[str, list[int]] = {}
     for path, start, stop in raw.files:
@@ -405,7 +414,9 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("segment_bytes", [1, 1000])
 def test_checks_while_writing_match_checks_of_stored_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    segment_bytes: int,
 ) -> None:
     monkeypatch.setattr(rewritten, "PART_GROUPS", 3)
     good = ",".join(GOOD.values()).encode()
@@ -442,7 +453,9 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
         ([{**row, "clicked": 1 - row["clicked"]} for row in rows], 20),
     ):
         pq.write_table(
-            as_table(changed).cast(as_table(rows).schema), path, row_group_size=row_group_size
+            as_table(changed).cast(as_table(rows).schema),
+            path,
+            row_group_size=row_group_size,
         )
         rejects(
             r"a\.parquet: rows \d+-\d+ changed since the log was indexed",
@@ -604,7 +617,8 @@ def test_hexadecimal_tables_match_text(name: str, cells: list[bytes]) -> None:
     columns = {"d": [b"5"] * len(cells), "s": [b"00000000"] * len(cells), name: cells}
     raw, faults = parse_table(pa.table(columns), schema)
     expected, found = parse(
-        schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True)))
+        schema,
+        b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True))),
     )
     assert_same(raw, expected, ignored="files")
     assert faults.counts == found.counts
@@ -738,7 +752,9 @@ CATEGORIES = [
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"), CATEGORIES, ids=lambda x: str(x) if isinstance(x, pa.DataType) else ""
+    ("values", "kind"),
+    CATEGORIES,
+    ids=lambda x: str(x) if isinstance(x, pa.DataType) else "",
 )
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: bool) -> None:
@@ -788,7 +804,9 @@ def test_types_of_lists_and_null_columns() -> None:
         assert (faults.total, raw.lists[0].lengths.tolist()) == (0, [2, 0, 0, 1, 1])
         assert tokens_of(raw, 0) == [token("a"), token("b"), token("c"), 12]
     raw, _ = one_column(
-        pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)), "sparse", lists=("c",)
+        pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)),
+        "sparse",
+        lists=("c",),
     )
     assert (raw.lists[0].lengths.tolist(), tokens_of(raw, 0)) == ([2, 0, 1], [1, 2, 3])
     for role, lists in (
@@ -878,7 +896,11 @@ REJECTED = [
 
 @pytest.mark.parametrize(("array", "role", "changes", "why"), REJECTED)
 def test_parse_table_rejects_wrong_types(
-    tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
+    tmp_path: Path,
+    array: pa.Array,
+    role: str,
+    changes: dict[str, Any],
+    why: str,
 ) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
     schema = Schema(
@@ -942,7 +964,11 @@ SAME_CATEGORIES = [
 @pytest.mark.parametrize(("values", "kinds", "texts"), SAME_CATEGORIES)
 @pytest.mark.parametrize("lists", [False, True])
 def test_categories_match_in_formats(
-    tmp_path: Path, values: list[Any], kinds: list[Any], texts: list[str], lists: bool
+    tmp_path: Path,
+    values: list[Any],
+    kinds: list[Any],
+    texts: list[str],
+    lists: bool,
 ) -> None:
     schema = Schema(
         label=None,
@@ -1092,7 +1118,9 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_bytes(b"s,l,d,e,y\nx,1|2,3,4,1\n")
     pq.write_table(pa.table({"e": [8.0], "y": [1], "d": [7.0]}), tmp_path / "c.parquet")
     raw, faults = read(
-        [tmp_path / name for name in ("a.csv", "b.csv", "c.parquet")], schema, tmp_path
+        [tmp_path / name for name in ("a.csv", "b.csv", "c.parquet")],
+        schema,
+        tmp_path,
     )
     assert faults.total == 0
     assert [values.tolist() for values in raw.numbers.T] == [[1, 2, 3, 7], [0, 0, 4, 8]]
@@ -1124,7 +1152,10 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
     ],
 )
 def test_missing_and_repeated_columns(
-    tmp_path: Path, name: str, columns: list[str], why: str | None
+    tmp_path: Path,
+    name: str,
+    columns: list[str],
+    why: str | None,
 ) -> None:
     table = pa.table([[1]] * len(columns), names=columns)
     (pq.write_table if name.endswith("parquet") else arrow_csv.write_csv)(table, tmp_path / name)
@@ -1281,7 +1312,11 @@ def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[i
     with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):
             part = CsvRange(
-                str(path), schema, schema.columns, begin, min(start + range_bytes, size)
+                str(path),
+                schema,
+                schema.columns,
+                begin,
+                min(start + range_bytes, size),
             )
             rows += rows_of_tables(list(part))
             assert begin <= part.end <= size
@@ -1444,7 +1479,8 @@ def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int
 
 
 def test_shortened_parquet_file_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file that became shorter between its footer and its rows would give uninitialized memory as
     rows.
@@ -1453,7 +1489,9 @@ def test_shortened_parquet_file_is_rejected(
     pq.write_table(pa.table({"x": [1] * 9}), path)
     complete = storage.read_into
     monkeypatch.setattr(
-        storage, "read_into", lambda path, start, buffer: complete(path, start, buffer[:-1])
+        storage,
+        "read_into",
+        lambda path, start, buffer: complete(path, start, buffer[:-1]),
     )
     rejects("is shorter than its footer says", parquet._read_span, str(path), (0, 100))
 
@@ -1477,7 +1515,10 @@ def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, i
     path.write_bytes(content)
     spans = [(20, 60), (80, 95)]
     file = parquet._Spans(
-        str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans]
+        str(path),
+        len(content),
+        spans,
+        [parquet._read_span(str(path), each) for each in spans],
     )
     assert file.span_bytes(*span).tobytes() == content[slice(*span)]
 

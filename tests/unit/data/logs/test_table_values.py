@@ -247,7 +247,11 @@ def test_saved_preprocessor_keeps_value_fields(tmp_path: Path) -> None:
 
 def test_old_schema_keeps_description() -> None:
     described = Schema(
-        label="y", dense=("a",), sparse=("s", "t"), lists=("t",), features=(Feature(name="t"),)
+        label="y",
+        dense=("a",),
+        sparse=("s", "t"),
+        lists=("t",),
+        features=(Feature(name="t"),),
     ).describe()
     assert not {"missing", "label_rule"} & described.keys()
     assert "list_delimiter" not in described["features"][0]
@@ -260,7 +264,9 @@ def test_old_schema_keeps_description() -> None:
         pytest.param(pa.array([1.0, -1.0, None]), [False, True, True], id="floats"),
         pytest.param(pa.array(["1", "-1.0", "NA"]), [False, True, True], id="text"),
         pytest.param(
-            pa.array(["NA", "x", "1"]).dictionary_encode(), [True, None, False], id="dictionary"
+            pa.array(["NA", "x", "1"]).dictionary_encode(),
+            [True, None, False],
+            id="dictionary",
         ),
     ],
 )
@@ -273,7 +279,8 @@ def test_markers_in_numbers_by_type(array: pa.Array, missing: list[bool | None])
 
 def test_marker_zero_keeps_faults() -> None:
     raw, faults = parse_table(
-        pa.table({"a": ["0", "x", "2"]}), Schema(label=None, dense=("a",), missing=("0",))
+        pa.table({"a": ["0", "x", "2"]}),
+        Schema(label=None, dense=("a",), missing=("0",)),
     )
     assert (raw.missing[:, 0].tolist(), faults.total) == ([True, False], 1)
 
@@ -311,7 +318,9 @@ def test_label_at_least_splits_numbers() -> None:
     ],
 )
 def test_label_positive_matches_values(
-    values: list[Any], positive: str, expected: list[float]
+    values: list[Any],
+    positive: str,
+    expected: list[float],
 ) -> None:
     assert clicks(values, LabelRule(positive=(positive,))) == (expected, {})
 
@@ -465,7 +474,8 @@ def test_timestamp_may_be_dense() -> None:
     preprocessor = build_preprocessor(raw)
     encoded = preprocessor.encode(raw)
     again = from_named_columns(
-        transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"), schema
+        transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"),
+        schema,
     )
     np.testing.assert_array_equal(again.dense, encoded.dense)
     np.testing.assert_array_equal(again.timestamps, raw.times)
@@ -549,7 +559,9 @@ def test_date_is_no_weight() -> None:
 )
 def test_text_numbers_are_nearest_doubles(text: str) -> None:
     values, status = parse_numbers(
-        pa.array([text, "x", None]), "number", type_error(pa.schema([]), "")
+        pa.array([text, "x", None]),
+        "number",
+        type_error(pa.schema([]), ""),
     )
     assert values.tobytes() == np.array([float(text), 0, 0]).tobytes()
     assert status.tolist() == [VALUE, REJECTED, EMPTY]

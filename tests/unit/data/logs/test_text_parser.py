@@ -24,7 +24,10 @@ def columns(letter: str, count: int) -> tuple[str, ...]:
 SCHEMAS = [SCHEMA, SCHEMA.unlabelled()]
 SCHEMAS += [
     Schema(
-        tokens="hexadecimal", label=label, dense=columns("d", dense), sparse=columns("s", sparse)
+        tokens="hexadecimal",
+        label=label,
+        dense=columns("d", dense),
+        sparse=columns("s", sparse),
     )
     for label, dense, sparse in (
         ("y", 0, 3),
@@ -96,7 +99,11 @@ def rows_of(raw: RawBlock) -> list[Row]:
     )
     return list(
         zip(
-            labels, raw.numbers.tolist(), raw.categories.tolist(), raw.missing.tolist(), strict=True
+            labels,
+            raw.numbers.tolist(),
+            raw.categories.tolist(),
+            raw.missing.tolist(),
+            strict=True,
         )
     )
 
@@ -160,7 +167,8 @@ KINDS = st.sampled_from(["insert", "delete", "replace", "cut"])
     ending=st.sampled_from([b"\n", b"\r\n"]),
     last_ending=st.booleans(),
     changes=st.lists(
-        st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)), max_size=6
+        st.tuples(KINDS, st.integers(0, 1 << 20), st.sampled_from(PIECES)),
+        max_size=6,
     ),
 )
 def test_mutated_rows(
@@ -299,7 +307,8 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"), [(kind, line) for kind, lines in BAD_LINES.items() for line in lines]
+    ("kind", "line"),
+    [(kind, line) for kind, lines in BAD_LINES.items() for line in lines],
 )
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 def test_bad_lines(kind: str, line: bytes, ending: bytes) -> None:

@@ -67,7 +67,9 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 # -- what is read
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 def test_read_returns_rows_in_order(
-    written: Path, tmp_path: Path, place: Callable[[Path], str]
+    written: Path,
+    tmp_path: Path,
+    place: Callable[[Path], str],
 ) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
     assert (
@@ -87,7 +89,8 @@ def test_read_returns_rows_in_order(
 
 
 def test_shards_match_streaming_both_ways_and_are_reproducible(
-    written: Path, tmp_path: Path
+    written: Path,
+    tmp_path: Path,
 ) -> None:
     streaming = mds.load_streaming()
     theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
@@ -185,11 +188,16 @@ print(*before, *held(), while_open[1] > before[1])
 
 
 def test_readers_release_all_when_closed_and_cannot_be_pickled(
-    written: Path, tmp_path: Path
+    written: Path,
+    tmp_path: Path,
 ) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
     *held, seen = run_command(
-        sys.executable, "-c", GIVEN_BACK, url(written), tmp_path
+        sys.executable,
+        "-c",
+        GIVEN_BACK,
+        url(written),
+        tmp_path,
     ).stdout.split()
     assert (held[:3], seen) == (held[3:], "True")
     fails_with(TypeError, "in the process that reads", pickle.dumps, TokenRows(str(written)))
@@ -249,13 +257,16 @@ rows.read(np.arange(3))
     run_command(sys.executable, "-c", dying, url(written), tmp_path, status=-signal.SIGKILL)
     assert list(tmp_path.glob("*/*.partial"))
     np.testing.assert_array_equal(
-        TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"], ROWS
+        TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"],
+        ROWS,
     )
     assert not list(tmp_path.glob("*/*.partial"))
 
 
 def test_failed_download_retries(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
     with monkeypatch.context() as patch:
@@ -296,7 +307,10 @@ def test_damaged_copy_is_fetched_again(written: Path, tmp_path: Path) -> None:
     ids=["short", "flipped", "gone"],
 )
 def test_damaged_shard_raises_with_name(
-    written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any
+    written: Path,
+    tmp_path: Path,
+    place: Callable[[Path], str],
+    content: Any,
 ) -> None:
     shutil.copytree(written, tmp_path / "set")
     shard = tmp_path / "set" / "shard.00001.mds"
@@ -325,10 +339,15 @@ def test_damaged_shard_raises_with_name(
     ],
 )
 def test_reader_rejects_foreign_index(
-    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], reported: str
+    written: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    reported: str,
 ) -> None:
     rejects(
-        rf"index\.json: .*({reported})", TokenRows, str(edited(written, tmp_path / "set", change))
+        rf"index\.json: .*({reported})",
+        TokenRows,
+        str(edited(written, tmp_path / "set", change)),
     )
 
 
@@ -354,7 +373,8 @@ def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     rejects(r"^[^\n]*index\.json: no such file$", TokenRows, str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     rejects(
-        r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$", mds.load_streaming
+        r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$",
+        mds.load_streaming,
     )
 
 
@@ -363,11 +383,15 @@ def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
     (tmp_path / "source" / "room").write_bytes(b"shard")
     limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * MIN_FILES}
     cache = ShardCache(
-        str(tmp_path / "source"), index=b"", folder=str(tmp_path / "cache"), **limits
+        str(tmp_path / "source"),
+        index=b"",
+        folder=str(tmp_path / "cache"),
+        **limits,
     )
     fetched: list[int] = []
     thread = threading.Thread(
-        target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True
+        target=lambda: fetched.append(cache.fetch("room", lambda path: None)),
+        daemon=True,
     )
     thread.start()
     thread.join(20)
@@ -430,7 +454,10 @@ def test_endless_line_is_cut_between_characters(text: str) -> None:
     share=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
 )
 def test_parts_cover_text(
-    texts: list[str], part_bytes: int, share: float, tmp_path_factory: pytest.TempPathFactory
+    texts: list[str],
+    part_bytes: int,
+    share: float,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     sources = []
@@ -481,5 +508,7 @@ def test_missing_tokenizer_raises_one_line(tmp_path: Path) -> None:
     rejects(r"^[^\n]*tokenizer not found\. [^\n]*$", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     rejects(
-        r"^[^\n]*: not a tokenizer, or of another version[^\n]*$", load_tokenizer, str(tmp_path)
+        r"^[^\n]*: not a tokenizer, or of another version[^\n]*$",
+        load_tokenizer,
+        str(tmp_path),
     )

@@ -51,7 +51,9 @@ class ItemsRequest:
 
 
 def items_request(
-    model: ClickModelConfig, context: ScoringContext, preprocessor: Preprocessor
+    model: ClickModelConfig,
+    context: ScoringContext,
+    preprocessor: Preprocessor,
 ) -> ItemsRequest | None:
     """Return the items to predict, None if the model predicts none. Raises InputError if they are
     asked for of a model that cannot recommend.

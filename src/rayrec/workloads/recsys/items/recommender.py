@@ -147,7 +147,11 @@ class Recommender:
         return TopItems(*(np.concatenate(parts) for parts in zip(*tiles, strict=True)))
 
     def popular(
-        self, k: int, *, excluded: np.ndarray, allowed: np.ndarray | None
+        self,
+        k: int,
+        *,
+        excluded: np.ndarray,
+        allowed: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the k most frequent items in the training rows, int64 [k], and 1 / rank as their
         scores, float32 [k]. Both have fewer if there are fewer candidates.
@@ -220,7 +224,8 @@ def top_items(scores: torch.Tensor, k: int) -> TopItems:
     numbers = numbers.gather(1, order)
     is_item = ~values.isneginf()
     return TopItems(
-        numbers.where(is_item, -1).cpu().numpy(), values.where(is_item, 0.0).cpu().numpy()
+        numbers.where(is_item, -1).cpu().numpy(),
+        values.where(is_item, 0.0).cpu().numpy(),
     )
 
 
