@@ -1,5 +1,5 @@
-"""Benchmark of next-item models from events: quality on MovieLens-100K and published sets, and
-speed on sets of the sizes of ML-1M and Beauty, beside RecTools.
+"""Benchmark of next-item models from events, beside RecTools: quality on MovieLens-100K and
+published sets, and speed on generated sets as large as ML-1M and Beauty.
 
 `--sets NAME ...` chooses among SETS; default: movielens and the two sizes. `--rectools PYTHON`
 names the interpreter of an environment with RecTools 0.19 and pytorch-lightning (peers/
@@ -57,7 +57,7 @@ class Published:
     figure: float
     """NDCG@10 of the paper."""
     source: str
-    known_only: bool = False
+    leaves_out_cold: bool = False
     """Whether rows are left out whose item no training row has."""
 
 
@@ -99,7 +99,7 @@ _BERT_SETTINGS: Final = {
 }
 SETS: Final = {
     "beauty": Published(
-        "Beauty.txt", _events(), _S3_SETTINGS, 0.0531, "RecTools, S3 sets", known_only=True
+        "Beauty.txt", _events(), _S3_SETTINGS, 0.0531, "RecTools, S3 sets", leaves_out_cold=True
     ),
     "sports": Published(
         "Sports_and_Outdoors.txt",
@@ -107,10 +107,15 @@ SETS: Final = {
         _S3_SETTINGS,
         0.0323,
         "RecTools, S3 sets",
-        known_only=True,
+        leaves_out_cold=True,
     ),
     "toys": Published(
-        "Toys_and_Games.txt", _events(), _S3_SETTINGS, 0.0580, "RecTools, S3 sets", known_only=True
+        "Toys_and_Games.txt",
+        _events(),
+        _S3_SETTINGS,
+        0.0580,
+        "RecTools, S3 sets",
+        leaves_out_cold=True,
     ),
     "bert4rec-beauty": Published(
         "beauty.txt",
@@ -167,10 +172,10 @@ SIZES: Final = {
 
 def main(*, quick: bool) -> None:
     chosen = _values("--sets") or ["movielens", *SIZES]
-    known = ("movielens", *SIZES, *SETS)
-    unknown = [name for name in chosen if name not in known]
+    names = ("movielens", *SIZES, *SETS)
+    unknown = [name for name in chosen if name not in names]
     if unknown:
-        raise InputError(f"--sets: must be among {', '.join(known)}, got {unknown[0]}")
+        raise InputError(f"--sets: must be among {', '.join(names)}, got {unknown[0]}")
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
             if name == "movielens":
@@ -251,16 +256,16 @@ def _movielens(folder: str, *, quick: bool) -> None:
 
 
 def write_parts(events: pd.DataFrame, folder: str) -> None:
-    """Write `train.csv`, `valid.csv` and `test.csv`, lines of user, item and place in the user's
-    list: her last item tests, and the one before it validates.
+    """Write `train.csv`, `valid.csv` and `test.csv`, lines of user, item and position in the
+    user's list: her last item tests, and the one before it validates.
     """
     time = events["time"].astype(float)
     ordered = events.assign(time=time).sort_values(["user", "time"], kind="stable")
-    place = ordered.groupby("user").cumcount()
-    left = ordered.groupby("user")["item"].transform("size") - place
+    position = ordered.groupby("user").cumcount()
+    left = ordered.groupby("user")["item"].transform("size") - position
     parts = {"test": left == 1, "valid": left == 2, "train": left > 2}
     for name, mask in parts.items():
-        table = ordered.loc[mask, ["user", "item"]].assign(place=place[mask])
+        table = ordered.loc[mask, ["user", "item"]].assign(position=position[mask])
         table.to_csv(os.path.join(folder, f"{name}.csv"), index=False, header=False)
 
 
@@ -351,8 +356,10 @@ def _published(name: str, published: Published, folder: str, *, quick: bool) -> 
         if quick:
             config = config.replace(epochs=1)
         runs.append(attempt(f"{name}, seed {seed}", partial(_trained, config, f"{name}, {seed}")))
-    share = statistics.mean(each["known"] for each in runs) if published.known_only else 1.0
-    value = statistics.mean(each["ndcg"] for each in runs) / share
+    counted = (
+        statistics.mean(each["known"] for each in runs) if published.leaves_out_cold else 1.0
+    )
+    value = statistics.mean(each["ndcg"] for each in runs) / counted
     emit(
         "sequences",
         peer=published.source,
@@ -361,7 +368,7 @@ def _published(name: str, published: Published, folder: str, *, quick: bool) -> 
         value=value,
         ratio=value / published.figure,
         repeats=len(runs),
-        recall_at_10=round(statistics.mean(each["recall"] for each in runs) / share, 4),
+        recall_at_10=round(statistics.mean(each["recall"] for each in runs) / counted, 4),
         peer_ndcg_at_10=published.figure,
     )
 

@@ -1,5 +1,5 @@
-"""RecTools' sequence models on given lists, run by the Python of an environment that has RecTools:
-prints a JSON line of metrics, or of speed.
+"""RecTools' sequence models on given lists, run by Python with RecTools: prints metrics or speed
+as a JSON line.
 
 python rectools_models.py quality FOLDER SETTINGS   # events of FOLDER/{train,valid,test}.csv
 python rectools_models.py speed FOLDER SETTINGS     # events of FOLDER/train.csv
@@ -89,10 +89,10 @@ def _metrics(model: SASRecModel, dataset: Dataset, targets: pd.DataFrame) -> dic
     model cannot recommend to are misses.
     """
     users = targets[Columns.User].unique()
-    found = model.recommend(
+    recommended = model.recommend(
         users, dataset, k=K, filter_viewed=True, on_unsupported_targets="ignore"
     )
-    merged = found.merge(targets, on=[Columns.User, Columns.Item])
+    merged = recommended.merge(targets, on=[Columns.User, Columns.Item])
     ranks = merged[Columns.Rank].to_numpy()
     return {
         "ndcg": float((1 / np.log2(ranks + 1)).sum() / len(users)),

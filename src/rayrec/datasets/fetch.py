@@ -193,8 +193,8 @@ def _extract(
     missing = {file.name: file for file in members}
     results = []
     try:
-        with contextlib.closing(_members(archive)) as found:
-            for member in found:
+        with contextlib.closing(_members(archive)) as archived:
+            for member in archived:
                 file = missing.pop(posixpath.basename(member.name), None)
                 if file is None:
                     continue

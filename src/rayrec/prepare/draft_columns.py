@@ -262,8 +262,8 @@ def _is_integral(array: pa.Array, numbers: np.ndarray) -> bool:
 
 
 def without_name(column: Column) -> Column:
-    """Return a column of a file without a header, whose name tells nothing: integers are times if
-    they have as many values as times and are in years from 1990 to 2100.
+    """Return a column of a file without a header, whose name tells nothing. Integers with many
+    values in the years from 1990 to 2100 are times.
     """
     column = replace(column, is_named=False)
     is_time = column.kind == "integer" and column.distinct > _MANY and _in_years(column, 1990)

@@ -504,24 +504,24 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     ]
     if candidates:
         return _label_from(candidates[0], path)
-    found = _find_events(columns)
-    if found is None:
+    user_and_item = _find_events(columns)
+    if user_and_item is None:
         raise InputError(
             f"{path}: no column of 0 and 1, of two words or of ratings for the label, and no user "
             f"and item of events, among {', '.join(columns)}. Add one, or pass --label"
         )
-    return _Label(None, events=found)
+    return _Label(None, events=user_and_item)
 
 
 def _events_of(columns: Mapping[str, Column], path: str) -> _Label:
     """Return the user and the item of events. Raises InputError without them."""
-    found = _find_events(columns)
-    if found is None:
+    user_and_item = _find_events(columns)
+    if user_and_item is None:
         raise InputError(
             f"{path}: no columns of a user and an item, among {', '.join(columns)}. Name them user "
             "and item, or write the schema by hand"
         )
-    return _Label(None, events=found)
+    return _Label(None, events=user_and_item)
 
 
 def _events_note(events: tuple[str, str], sequence: SequenceColumns | None) -> str:

@@ -474,7 +474,7 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
     assert sorted(os.listdir(by_hand)) == [".fetch.lock", "all.tar.gz", "fetched.json", "train.txt"]
 
 
-def test_zip_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) -> None:
+def test_zip_members_are_extracted(server: Server, tmp_path: Path) -> None:
     rows = b"1\t2\t5\t881250949\n" * 1000
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:

@@ -732,7 +732,7 @@ def test_events_without_lists_are_drafted_for_two_towers(
     assert recipe_of(text) == "two_tower --workload.model.item-features item_id"
 
 
-def test_ratings_are_drafted_as_events_if_asked(tmp_path: Path) -> None:
+def test_ratings_become_events_by_request(tmp_path: Path) -> None:
     rows = [f"u{n % 20},i{n * 7 % 30},{n % 5 + 1},{1_700_000_000 + 60 * n}" for n in range(120)]
     path = events_log(tmp_path, "user_id,item_id,rating,timestamp", rows)
     assert load_schema(draft(path), "draft").label == "rating"
