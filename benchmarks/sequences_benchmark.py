@@ -356,9 +356,7 @@ def _published(name: str, published: Published, folder: str, *, quick: bool) -> 
         if quick:
             config = config.replace(epochs=1)
         runs.append(attempt(f"{name}, seed {seed}", partial(_trained, config, f"{name}, {seed}")))
-    counted = (
-        statistics.mean(each["known"] for each in runs) if published.leaves_out_cold else 1.0
-    )
+    counted = statistics.mean(each["known"] for each in runs) if published.leaves_out_cold else 1.0
     value = statistics.mean(each["ndcg"] for each in runs) / counted
     emit(
         "sequences",
@@ -438,7 +436,7 @@ def run_rectools(
     stated = {**settings, "threads": os.cpu_count(), "arguments": dict(arguments)}
     python = _value("--rectools")
     assert python is not None
-    return run_command([python, script, task, folder, json.dumps(stated)])
+    return run_command("RecTools", [python, script, task, folder, json.dumps(stated)])
 
 
 def _value(flag: str) -> str | None:

@@ -26,8 +26,8 @@ def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     )
 
 
-def run_command(command: list[str], **environment: str) -> Any:
-    """Run a command and return the last JSON line that it prints."""
+def run_command(title: str, command: list[str], **environment: str) -> Any:
+    """Run a command and return the last JSON line that it prints. `title` is for errors."""
     variables = {**os.environ, **environment}
     variables.pop("RAY_ADDRESS", None)
     done = subprocess.run(
@@ -39,7 +39,7 @@ def run_command(command: list[str], **environment: str) -> Any:
         timeout=7200,
         env=variables,
     )
-    check_ended(command[0], done.returncode, done.stderr)
+    check_ended(title, done.returncode, done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -116,6 +116,7 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
         "preprocessor": None,
         "blocks": None,
         "ranking": None,
+        "items": None,
         "slices": _SliceColumns((), (), ()),
         "day_slices": (),
         "counts_clipped": False,

@@ -234,7 +234,7 @@ def test_any_event_order_converges_to_one_model(
     monkeypatch.setattr(
         replica_models,
         "BatchScorer",
-        lambda model, _: SimpleNamespace(model=model, warm=lambda: None),
+        lambda model, _, histories: SimpleNamespace(model=model, warm=lambda: None),
     )
     monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
     ends = set()
