@@ -21,9 +21,8 @@ def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     """Run a script and return the last JSON line that it prints."""
     # One OpenMP thread by default, and one torch thread per core, as in Ray's workers: a quarter
     # faster than two pools that compete. Applies to all candidates.
-    return run_command(
-        [sys.executable, str(script), *arguments], OMP_NUM_THREADS="1", **environment
-    )
+    variables = {"OMP_NUM_THREADS": "1", **environment}
+    return run_command(script.name, [sys.executable, str(script), *arguments], **variables)
 
 
 def run_command(title: str, command: list[str], **environment: str) -> Any:
