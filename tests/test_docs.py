@@ -117,7 +117,7 @@ def runnable(page: Path) -> list[Block]:
     return found
 
 
-WITH_RAY = {"bring-your-own", "predict", "serve", "your-file"}
+WITH_RAY = {"bring-your-own", "predict", "recommend", "serve", "your-file"}
 """Pages that train with several workers, read a Ray Dataset, or serve."""
 RUNNABLE = [page for page in PAGES if runnable(page) and page != QUICKSTART]
 
@@ -807,6 +807,7 @@ SEARCHES = {
     "CTR": "models",
     "click-through rate": "models",
     "hyperparameter": "tune",
+    "recommend": "recommend",
     "multi-task": "models/labels",
     "fine-tune": "vision",
     "incremental": "warm-start",
