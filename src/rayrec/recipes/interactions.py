@@ -30,8 +30,14 @@ def next_item(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LIS
     # such an epoch.
     schedule = LearningRateSchedule(decay_fraction=0.6, decay="cosine")
     workload = {"table_start": TableInit(kind="normal", std=0.02), "schedule": schedule}
-    rounds = {"epochs": 30, "batch_size": 128, "eval_batch_size": 256, "evaluations_per_epoch": 1}
-    return config.replace(workload=workload, early_stopping={"patience": 0}, **rounds)
+    # A log of few users has few steps an epoch, so its batches are smaller.
+    rounds = {"epochs": 40, "batch_size": 128, "min_steps_per_epoch": 32, "eval_batch_size": 256}
+    return config.replace(
+        workload=workload,
+        evaluations_per_epoch=1,
+        early_stopping={"patience": 10},
+        **rounds,
+    )
 
 
 def two_tower(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> TrainConfig:
@@ -46,6 +52,7 @@ def two_tower(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Tr
     larger = {
         "epochs": 20,
         "batch_size": 1024,
+        "min_steps_per_epoch": 1,
         "eval_batch_size": 1024,
         "early_stopping": {"patience": 3},
     }
