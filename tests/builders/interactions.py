@@ -76,6 +76,7 @@ def small(name: str, log: str, storage: Path, steps: int, **changes: Any) -> ray
         },
         "eval_data": {"path": log},
         "batch_size": 32,
+        "min_steps_per_epoch": 1,
         "early_stopping": {"patience": 0},
         "trackers": LEAN["trackers"],
         **changes,
