@@ -362,10 +362,8 @@ class _Measured:
             result["intervals"] = intervals(self.logits, self.labels, self.options.resampling)
         if self.other_logits is not None:
             both = [self.logits, self.other_logits]
-            differences = compare_models(both, self.labels, self.options.resampling).differences[
-                0,
-                1,
-            ]
+            compared = compare_models(both, self.labels, self.options.resampling)
+            differences = compared.differences[0, 1]
             result["compared"] = {
                 **self._metrics(self.other_logits),
                 "differences": {name: vars(difference) for name, difference in differences.items()},

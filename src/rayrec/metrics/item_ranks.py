@@ -41,11 +41,11 @@ class ItemNumbers:
         return cls(repeated, numbers)
 
     @classmethod
-    def joined(cls, first: ItemNumbers, second: ItemNumbers) -> ItemNumbers:
-        """Return the items of both."""
+    def joined(cls, *parts: ItemNumbers) -> ItemNumbers:
+        """Return the items of one or more parts with the same rows."""
         return cls(
-            torch.cat([first.rows, second.rows]),
-            torch.cat([first.numbers, second.numbers]),
+            torch.cat([part.rows for part in parts]),
+            torch.cat([part.numbers for part in parts]),
         )
 
     def in_order(self) -> ItemNumbers:
@@ -85,12 +85,18 @@ class ItemNumbers:
         return ItemNumbers(self.rows[is_candidate], self.numbers[is_candidate])
 
 
+def filled_vectors(candidates: torch.Tensor) -> torch.Tensor:
+    """Return the vectors of candidates, float32 [candidates, width], and zeros behind them.
+
+    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill
+    it, so that equal candidates have equal scores.
+    """
+    return functional.pad(candidates.float(), (0, 0, 0, -len(candidates) % _COLUMNS))
+
+
 def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
     """Return the dot products of row and candidate vectors, float32 [rows, candidates]. Equal
     candidates have equal logits.
-
-    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill
-    it.
     """
     return CandidateScores(rows, candidates)(0, len(rows))
 
@@ -103,7 +109,7 @@ class CandidateScores:
         """Create from vectors, [rows, width] and [candidates, width]."""
         self.shape = (len(rows), len(candidates))
         self._rows = rows.float()
-        self._filled = functional.pad(candidates.float(), (0, 0, 0, -len(candidates) % _COLUMNS))
+        self._filled = filled_vectors(candidates)
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """Return the scores of the rows [start, stop), float32 [stop - start, candidates]."""

@@ -31,8 +31,7 @@ items, int64 [users]; item tokens, uint64 [items].
 
 def user_column(schema: Schema) -> str:
     """Return the column of users: the schema's, else USER."""
-    sequence = getattr(schema, "sequence", None)
-    return USER if sequence is None else str(sequence.user)
+    return USER if schema.sequence is None else schema.sequence.user
 
 
 # Histories are converted once per machine, and mapped by all replicas there. They are tokens, not

@@ -21,7 +21,7 @@ from rayrec.serve.histories import USER, Histories, user_column
 from rayrec.serve.requests import RequestBody, RequestError, parse_object, shorten
 from rayrec.serve.row_readers import AnyReader, kind_of, token_text
 from rayrec.workloads.recsys.candidates import candidate_rows
-from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, TopItems, joined
+from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, TopItems
 
 if TYPE_CHECKING:
     from rayrec.inference.model import ServedModel
@@ -385,7 +385,7 @@ class RequestRecommender:
         results = self._recommender.top(
             torch.cat(list(queries)),
             largest,
-            excluded=joined(excluded),
+            excluded=ItemNumbers.joined(*excluded),
         )
         tops = []
         start = 0
@@ -458,7 +458,7 @@ class RequestRecommender:
 def _excluded(rows: _Rows) -> ItemNumbers:
     """Return the items that the rows of a request must not get."""
     lists = [rows.exclude, rows.seen] if rows.body.exclude_seen else [rows.exclude]
-    return joined([items.between(0, rows.raw.rows) for items in lists])
+    return ItemNumbers.joined(*(items.between(0, rows.raw.rows) for items in lists))
 
 
 def _row_items(items: ItemLists, row: int) -> np.ndarray:

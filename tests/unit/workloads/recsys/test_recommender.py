@@ -6,7 +6,7 @@ import torch
 
 from rayrec.metrics.item_ranks import ItemNumbers
 from rayrec.workloads.recsys.items import recommender
-from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, top_items
+from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, TopItems
 
 
 def sorted_items(scores: np.ndarray, k: int) -> list[list[int]]:
@@ -30,7 +30,7 @@ def test_best_items_are_first_of_sorted(k: int, levels: int) -> None:
     scores = rng.integers(0, levels, (50, 40)).astype(np.float32)
     scores[rng.random(scores.shape) < 0.3] = -np.inf
     scores[7] = -np.inf
-    top = top_items(torch.from_numpy(scores), k)
+    top = TopItems.from_scores(torch.from_numpy(scores), k)
     assert items_of(top.numbers) == sorted_items(scores, k)
     for row, numbers in enumerate(items_of(top.numbers)):
         assert top.scores[row, : len(numbers)].tolist() == scores[row, numbers].tolist()

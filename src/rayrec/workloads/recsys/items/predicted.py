@@ -15,6 +15,7 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.index import Block
 from rayrec.data.logs.reading import read_categories
+from rayrec.metrics.item_ranks import ItemNumbers
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.models.heads import Head, ItemsHead
 from rayrec.schema import SEEN
@@ -25,7 +26,6 @@ from rayrec.workloads.recsys.items.recommender import (
     Recommender,
     TopItems,
     check_recommends,
-    joined,
 )
 from rayrec.workloads.recsys.scorer import empty_model
 
@@ -106,8 +106,8 @@ class BlockItems:
     def score(self, rows: EncodedRows, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return the values of rows [start, stop) for `columns`, by name."""
         excluded = None
-        if self._request.exclude_seen:
-            excluded = joined([items.between(start, stop) for items in self._seen])
+        if self._request.exclude_seen and self._seen:
+            excluded = ItemNumbers.joined(*(items.between(start, stop) for items in self._seen))
         queries = self._recommender.queries(rows)
         top = self._recommender.top(queries, self._request.k, excluded=excluded)
         return {_NUMBERS: top.numbers, _SCORES: top.scores}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch.nn import functional
 
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
 from rayrec.data.encoding.known_categories import ENDS, UserIds, VocabularyLookup
-from rayrec.metrics.item_ranks import ItemNumbers, without_items
+from rayrec.metrics.item_ranks import ItemNumbers, filled_vectors, top_items, without_items
 
 if TYPE_CHECKING:
     from rayrec.data.encoded_rows import EncodedRows
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 _TILE_SCORES: Final = 1 << 24
 """Maximum number of scores in memory at once, unless a single row has more."""
-_COLUMNS: Final = 16
-"""Number of float32 columns in the widest vector register."""
 
 
 class TopItems(NamedTuple):
@@ -34,6 +31,16 @@ class TopItems(NamedTuple):
     """Candidate numbers, int64 [rows, k], -1 after the last item of a row."""
     scores: np.ndarray
     """Their scores, float32 [rows, k], 0 after the last."""
+
+    @classmethod
+    def from_scores(cls, scores: torch.Tensor, k: int) -> TopItems:
+        """Return the k highest scores of each row, float32 [rows, candidates]. Equal ones are in
+        the order of candidate numbers. Items with the score -inf are none.
+        """
+        if not k:
+            return cls(np.zeros((len(scores), 0), np.int64), np.zeros((len(scores), 0), np.float32))
+        values, numbers = top_items(scores, k)
+        return cls(numbers.cpu().numpy(), values.where(numbers >= 0, 0.0).cpu().numpy())
 
 
 @final
@@ -59,15 +66,6 @@ class ItemLists:
         rows = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=first))
         numbers = self.numbers[first:last].astype(np.int64)
         return ItemNumbers(torch.from_numpy(rows), torch.from_numpy(numbers))
-
-
-def joined(items: Sequence[ItemNumbers]) -> ItemNumbers:
-    """Return the items of several lists of the same rows."""
-    empty = torch.zeros(0, dtype=torch.int64)
-    return ItemNumbers(
-        torch.cat([empty, *(each.rows for each in items)]),
-        torch.cat([empty, *(each.numbers for each in items)]),
-    )
 
 
 # From rows to items:
@@ -109,9 +107,7 @@ class Recommender:
         self.num_candidates = len(vectors)
         self.vectors = vectors
         """Vectors of all candidates, float32 [candidates, dim]."""
-        # BLAS adds up the last columns, which do not fill a vector register, in another order.
-        # Zeros fill it, so that equal candidates have equal scores.
-        self._filled = functional.pad(vectors, (0, 0, 0, -len(vectors) % _COLUMNS)).contiguous()
+        self._filled = filled_vectors(vectors).contiguous()
 
     def queries(self, rows: EncodedRows) -> torch.Tensor:
         """Return the vectors of rows, float32 [rows, dim]."""
@@ -135,15 +131,17 @@ class Recommender:
             allowed: Items that a row may get. None: all candidates.
         """
         k = min(k, self.num_candidates)
+        allowed = None if allowed is None else allowed.in_order()
+        excluded = None if excluded is None else excluded.in_order()
         tiles = [TopItems(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))]
         with torch.inference_mode():
             for start, stop in self._tiles(len(queries)):
                 scores = (queries[start:stop] @ self._filled.T)[:, : self.num_candidates]
                 if allowed is not None:
-                    scores = _only(scores, _cut_rows(allowed, start, stop))
+                    scores = _only(scores, allowed.cut(start, stop))
                 if excluded is not None:
-                    scores = without_items(scores, _cut_rows(excluded, start, stop))
-                tiles.append(top_items(scores, k))
+                    scores = without_items(scores, excluded.cut(start, stop))
+                tiles.append(TopItems.from_scores(scores, k))
         return TopItems(*(np.concatenate(parts) for parts in zip(*tiles, strict=True)))
 
     def popular(
@@ -205,47 +203,6 @@ def check_recommends(model: PlainModel, preprocessor: Preprocessor) -> str:
             "apart. Train without max_num_embeddings, num_embeddings and hashes."
         )
     return feature
-
-
-def top_items(scores: torch.Tensor, k: int) -> TopItems:
-    """Return the k highest scores of each row, float32 [rows, candidates]. Equal ones are in the
-    order of candidate numbers. Items with the score -inf are none.
-    """
-    values, numbers = scores.topk(k, dim=1)
-    if not k:
-        return TopItems(numbers.cpu().numpy(), values.cpu().numpy())
-    # topk takes any of the scores that are equal to the last one.
-    last = values[:, -1:]
-    is_ambiguous = (scores >= last).sum(1) > k
-    if bool(is_ambiguous.any()):
-        numbers[is_ambiguous] = _first_of_equal(scores[is_ambiguous], last[is_ambiguous], k)
-    numbers = numbers.sort(dim=1).values
-    values, order = scores.gather(1, numbers).sort(dim=1, descending=True, stable=True)
-    numbers = numbers.gather(1, order)
-    is_item = ~values.isneginf()
-    return TopItems(
-        numbers.where(is_item, -1).cpu().numpy(),
-        values.where(is_item, 0.0).cpu().numpy(),
-    )
-
-
-def _first_of_equal(scores: torch.Tensor, last: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the numbers of the k highest scores of rows, int64 [rows, k], ascending, where the
-    k-th highest score is `last`, float32 [rows, 1].
-    """
-    is_above = scores > last
-    is_equal = scores == last
-    left = k - is_above.sum(1, keepdim=True)
-    is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= left))
-    return is_chosen.nonzero()[:, 1].reshape(-1, k)
-
-
-def _cut_rows(items: ItemNumbers, start: int, stop: int) -> ItemNumbers:
-    """Return the items of rows [start, stop), numbered from 0."""
-    if not len(items.rows) or (not start and int(items.rows.max()) < stop):
-        return items
-    inside = (items.rows >= start) & (items.rows < stop)
-    return ItemNumbers(items.rows[inside] - start, items.numbers[inside])
 
 
 def _only(scores: torch.Tensor, items: ItemNumbers) -> torch.Tensor:
