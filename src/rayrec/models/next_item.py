@@ -29,6 +29,8 @@ from rayrec.schema import SEEN, TARGET
 if TYPE_CHECKING:
     from rayrec.batch import Batch
 
+Loss = Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"]
+"""Training losses of next-item models."""
 _FROM_BATCH: Final = ("in_batch", "mixed")
 """Losses with the batch's items as negatives."""
 
@@ -45,7 +47,7 @@ class NextItemConfig(ClickModelConfig):
     LABELLED: ClassVar[bool] = False
     EARLIER: ClassVar[Mapping[str, Any]] = {"loss_mean": "rows"}
 
-    loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "full"
+    loss: Loss = "full"
     """Training loss of a target. full: softmax over all items. sampled: softmax over it and
     `negatives`. bce, gbce: binary cross entropy, for gbce calibrated by `gbce_t`. in_batch: softmax
     over the step's targets, corrected for frequencies; mixed adds `negatives`. ccl: cosines of it
@@ -411,6 +413,22 @@ class NextItemNetwork(nn.Module, ABC):
             starts = torch.where(counts > 0, starts, -1)
             counts = counts.clamp(min=1)
         return ListElements(starts, counts, width=self._history)
+
+
+class BlockNetwork(NextItemNetwork):
+    """Network of blocks over the items' embeddings and their positions from the newest item."""
+
+    positions: nn.Parameter
+    blocks: nn.ModuleList
+    scale = 1.0
+    """Factor of the items' embeddings."""
+
+    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
+        scaled = items if self.scale == 1 else items * self.scale
+        hidden = self.dropped(scaled + self.positions.index_select(0, elements.age))
+        for block in self.blocks:
+            hidden = block(hidden, elements)
+        return hidden
 
 
 def _row_means(losses: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ Fashion", RecSys 2025): SASRec's objective with LiGR blocks and a sampled softma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -23,14 +22,14 @@ from rayrec.layers.sequence_blocks import (
     xavier_values,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import NextItemConfig, NextItemNetwork
+from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ESASRecConfig(NextItemConfig):
     """SASRec with gated blocks (LiGR) and a softmax over sampled items."""
 
-    loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "sampled"
+    loss: Loss = "sampled"
     multiplier: Count = 4
     """Width of the feed-forward layers, as a multiple of `embedding_dim`."""
 
@@ -38,7 +37,7 @@ class ESASRecConfig(NextItemConfig):
         return ESASRec(self, inputs, precision=precision)
 
 
-class ESASRec(NextItemNetwork):
+class ESASRec(BlockNetwork):
     """Blocks whose outputs are gated by their inputs. Products have the precision's dtype."""
 
     def __init__(self, config: ESASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
@@ -46,13 +45,6 @@ class ESASRec(NextItemNetwork):
         dim = config.embedding_dim
         self.positions = nn.Parameter(xavier_values(torch.empty(self._history, dim)))
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
-
-    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
-        hidden = items + self.positions.index_select(0, elements.age)
-        hidden = self.dropped(hidden)
-        for block in self.blocks:
-            hidden = block(hidden, elements)
-        return hidden
 
 
 class _Block(nn.Module):

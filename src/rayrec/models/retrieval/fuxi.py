@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from rayrec.layers.sequence_blocks import (
     silu_attention,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import NextItemConfig, NextItemNetwork
+from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
 
 _EPS: Final = 1e-6
 """Epsilon of norms."""
@@ -35,7 +35,7 @@ _EPS: Final = 1e-6
 class FuXiConfig(NextItemConfig):
     """Attention by contents and by positions in separate channels, and cosines as scores."""
 
-    loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "sampled"
+    loss: Loss = "sampled"
     unit_vectors: bool = True
     temperature: Positive = 0.05
     multiplier: Count = 1
@@ -45,7 +45,7 @@ class FuXiConfig(NextItemConfig):
         return FuXi(self, inputs, precision=precision)
 
 
-class FuXi(NextItemNetwork):
+class FuXi(BlockNetwork):
     """Blocks of attention in two channels. Products have the precision's dtype."""
 
     def __init__(self, config: FuXiConfig, inputs: ModelInputs, *, precision: Precision) -> None:
@@ -55,14 +55,7 @@ class FuXi(NextItemNetwork):
         self.blocks = nn.ModuleList(
             _Block(config, self._history, dtype=self._dtype) for _ in range(config.blocks)
         )
-        self._scale = math.sqrt(dim)
-
-    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
-        hidden = items * self._scale + self.positions.index_select(0, elements.age)
-        hidden = self.dropped(hidden)
-        for block in self.blocks:
-            hidden = block(hidden, elements)
-        return hidden
+        self.scale = math.sqrt(dim)
 
 
 class _Block(nn.Module):

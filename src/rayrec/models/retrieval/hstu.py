@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from rayrec.layers.sequence_blocks import (
     silu_attention,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import NextItemConfig, NextItemNetwork
+from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
 
 _EPS: Final = 1e-6
 """Epsilon of layer norm."""
@@ -31,7 +31,7 @@ _EPS: Final = 1e-6
 class HSTUConfig(NextItemConfig):
     """Attention without softmax, gated by its input, and cosines as scores."""
 
-    loss: Literal["full", "sampled", "gbce", "bce", "in_batch", "mixed", "ccl"] = "sampled"
+    loss: Loss = "sampled"
     unit_vectors: bool = True
     temperature: Positive = 0.05
 
@@ -39,7 +39,7 @@ class HSTUConfig(NextItemConfig):
         return HSTU(self, inputs, precision=precision)
 
 
-class HSTU(NextItemNetwork):
+class HSTU(BlockNetwork):
     """Blocks of gated attention. Products have the precision's dtype."""
 
     def __init__(self, config: HSTUConfig, inputs: ModelInputs, *, precision: Precision) -> None:
@@ -49,14 +49,7 @@ class HSTU(NextItemNetwork):
         self.blocks = nn.ModuleList(
             _Block(config, self._history, dtype=self._dtype) for _ in range(config.blocks)
         )
-        self._scale = math.sqrt(dim)
-
-    def encode(self, items: torch.Tensor, elements: ListElements) -> torch.Tensor:
-        hidden = items * self._scale + self.positions.index_select(0, elements.age)
-        hidden = self.dropped(hidden)
-        for block in self.blocks:
-            hidden = block(hidden, elements)
-        return hidden
+        self.scale = math.sqrt(dim)
 
 
 class _Block(nn.Module):
