@@ -13,6 +13,7 @@
 #define LANES 4
 typedef VECTOR(float) lanes;
 typedef VECTOR(int32_t) whole_lanes;
+typedef VECTOR(uint32_t) bit_lanes;
 #include BODY
 #undef NAMED
 #undef KERNEL
@@ -24,6 +25,7 @@ typedef VECTOR(int32_t) whole_lanes;
 #define LANES 8
 typedef VECTOR(float) lanes_avx2;
 typedef VECTOR(int32_t) whole_lanes_avx2;
+typedef VECTOR(uint32_t) bit_lanes_avx2;
 #include BODY
 #undef NAMED
 #undef KERNEL
@@ -34,5 +36,6 @@ typedef VECTOR(int32_t) whole_lanes_avx2;
 #define LANES 16
 typedef VECTOR(float) lanes_avx512;
 typedef VECTOR(int32_t) whole_lanes_avx512;
+typedef VECTOR(uint32_t) bit_lanes_avx512;
 #include BODY
 #endif

@@ -202,6 +202,46 @@ typedef struct {
     int64_t block_rows; /* of each block; the last may have fewer */
 } rayrec_relu;
 
+/* Random values of dropout. Value i of block b depends on `seed`, b and i alone, so that a backward pass draws them again. */
+typedef struct {
+    uint64_t seed;
+    int32_t threshold; /* 2^31 times the probability of dropping a value */
+    float factor; /* of values that are kept */
+} rayrec_dropout;
+
+/* Values, or their gradients, with dropout. */
+typedef struct {
+    rayrec_dropout dropout;
+    const float *values; /* (count) */
+    float *out; /* (count); may be `values` */
+    int64_t count;
+    int64_t block_values; /* of each block; the last may have fewer */
+} rayrec_dropped_values;
+
+/* Scores of rows, overwritten by 2^(score - largest of the row). */
+typedef struct {
+    float *scores; /* (rows, columns) */
+    float *largest; /* (rows): output, at least the lowest finite value */
+    float *sums; /* (rows): output */
+    int64_t columns;
+} rayrec_exponents;
+
+/* Attention of each element to its own list's elements up to it: softmax(query . key / sqrt(width)), with dropout, times value.
+ * A row of queries, keys or values has all heads side by side, and is followed by the next one after a stride. */
+typedef struct {
+    const float *query, *key, *value; /* (elements, heads * width) */
+    const int64_t *starts; /* (lists + 1): first element of each list, then the number of elements */
+    int64_t heads;
+    int64_t width;
+    int64_t query_stride;
+    int64_t memory_stride; /* of keys and values */
+    rayrec_dropout dropout;
+    float *out; /* (elements, heads * width) */
+    float *log_sums; /* (elements, heads): logarithms of the softmax's sums, to base 2; output, in the backward pass input */
+    const float *gradient; /* (elements, heads * width), of `out`; of the backward pass, like all that follow */
+    float *query_gradient, *key_gradient, *value_gradient; /* outputs, with strides of what they belong to */
+} rayrec_list_attention;
+
 /* Decision trees with room for `splits` splits each. Nodes below `splits` are splits, and node splits + i is leaf i. */
 typedef struct {
     const float *values; /* (rows, columns) */
@@ -287,6 +327,17 @@ int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_
 void rayrec_look_up(const void *tokens, int32_t token_bytes, int64_t count, const uint64_t *table, int64_t slots,
                     int32_t unknown_id, int32_t *out);
 
+/* events.c */
+void rayrec_take_ranges(const uint8_t *values, int64_t item_bytes, const int64_t *starts, const int64_t *lengths, int64_t ranges,
+                        uint8_t *out);
+void rayrec_count_partitions(const uint64_t *keys, int64_t events, int64_t partitions, int64_t *counts);
+void rayrec_partition_events(const uint64_t *const *columns, int64_t width, int64_t events, int64_t partitions, int64_t *ends,
+                             int64_t first, uint64_t *out, int64_t *sources);
+void rayrec_distinct_values(const uint64_t *rows, int64_t width, int64_t column, const int64_t *starts, int64_t partitions,
+                            uint32_t *slots, uint64_t *values, int64_t *out, int64_t *ends);
+void rayrec_sort_events(int64_t *rows, int64_t *room, int64_t events, int64_t width, int64_t by, int64_t partition,
+                        int64_t partitions, int64_t buckets, int64_t *ends);
+
 /* side_tables.c: key index of a side table. Slots are a power of two, at least twice the keys and at least 2. */
 int64_t rayrec_build_key_slots(const uint64_t *keys, int64_t num_keys, uint32_t *slots, int64_t num_slots, int64_t *pair);
 void rayrec_find_keys(const uint64_t *tokens, const uint8_t *missing, int64_t count, const uint64_t *keys, int64_t num_keys,
@@ -330,6 +381,10 @@ void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8
                         uint8_t *status);
 void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
                               uint64_t *out, uint8_t *status);
+void rayrec_coded_tokens(const int32_t *codes, const uint8_t *valid, int64_t first, int64_t count, const uint64_t *tokens,
+                         const uint8_t *statuses, uint64_t *out, uint8_t *status);
+void rayrec_present_words(const uint64_t *values, const uint8_t *valid, int64_t first, int64_t count, uint64_t *out,
+                          uint8_t *status);
 void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *kinds);
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status);
@@ -344,9 +399,9 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uin
                          int32_t escape, int32_t trim, int64_t max_bytes, int64_t max_lines, int32_t columns,
                          const int32_t *places, int32_t kept, int64_t capacity, rayrec_field *fields, uint8_t *kinds,
                          int64_t *consumed);
-void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *offsets);
+void rayrec_text_sizes(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *sizes);
 void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
-                        const int64_t *offsets, const int64_t *starts, uint8_t *data);
+                        const int64_t *starts, int64_t *offsets, uint8_t *data);
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
 void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, double *out,
                          uint8_t *status);
@@ -366,10 +421,22 @@ rayrec_kernel rayrec_pairwise_dots, rayrec_pairwise_dots_backward;
 #if defined(__x86_64__) /* for CPUs with AVX2 and FMA, and for those that also have AVX-512 F, BW, DQ and VL */
 rayrec_kernel rayrec_pairwise_dots_avx2, rayrec_pairwise_dots_backward_avx2, rayrec_relu_backward_avx2;
 rayrec_kernel rayrec_pairwise_dots_avx512, rayrec_pairwise_dots_backward_avx512, rayrec_relu_backward_avx512;
+rayrec_kernel rayrec_attend_lists_avx2, rayrec_attend_lists_backward_avx2, rayrec_drop_values_avx2, rayrec_exponents_of_rows_avx2;
+rayrec_kernel rayrec_attend_lists_avx512, rayrec_attend_lists_backward_avx512, rayrec_drop_values_avx512;
+rayrec_kernel rayrec_exponents_of_rows_avx512;
 #endif
 
 /* relu.c: arguments are a rayrec_relu, items its blocks. */
 rayrec_kernel rayrec_relu_backward;
+
+/* list_attention.c: arguments are a rayrec_list_attention, items its lists times heads. */
+rayrec_kernel rayrec_attend_lists, rayrec_attend_lists_backward;
+
+/* dropout.c: arguments are a rayrec_dropped_values, items its blocks. */
+rayrec_kernel rayrec_drop_values;
+
+/* exponents.c: arguments are a rayrec_exponents, items its rows. */
+rayrec_kernel rayrec_exponents_of_rows;
 
 /* trees.c: arguments are a rayrec_trees, items its rows. */
 rayrec_kernel rayrec_sum_trees;
