@@ -284,36 +284,37 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uin
                      columns, places, kept, capacity, fields, kinds, consumed);
 }
 
-enum { SHORT = 16, ROWS_AT_ONCE = 32 };
-
-/* Computes offsets[k * (rows + 1)], the starts and the end of field k of each row in its concatenated column. */
-void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *offsets) {
-    for (int32_t k = 0; k < kept; k++) offsets[k * (rows + 1)] = 0;
-    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) { /* rows whose fields stay in the CPU's cache */
-        const int64_t stop = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
-        for (int32_t k = 0; k < kept; k++) {
-            int64_t *const out = offsets + k * (rows + 1);
-            for (int64_t row = first; row < stop; row++) out[row + 1] = out[row] + fields[row * kept + k].length;
-        }
-    }
+/* Computes the bytes of each column k: the sum of the lengths of its fields. */
+void rayrec_text_sizes(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *sizes) {
+    memset(sizes, 0, (size_t)kept * sizeof *sizes);
+    for (int64_t row = 0; row < rows; row++)
+        for (int32_t k = 0; k < kept; k++) sizes[k] += fields[row * kept + k].length;
 }
 
-/* Concatenates the fields of each column k in `data` from starts[k] on, by the offsets of rayrec_text_offsets. */
+/* Text of rows at once stays in the CPU's cache, and the processor prefetches their part of each column. */
+enum { SHORT = 16, ROWS_AT_ONCE = 256 };
+
+/* Concatenates the fields of each column k in data[starts[k], starts[k + 1]), and computes offsets[k * (rows + 1)], the starts and
+ * the end of the field of each row there. */
 void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
-                        const int64_t *offsets, const int64_t *starts, uint8_t *data) {
+                        const int64_t *starts, int64_t *offsets, uint8_t *data) {
+    for (int32_t k = 0; k < kept; k++) offsets[k * (rows + 1)] = 0;
     for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
         const int64_t stop = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
         for (int32_t k = 0; k < kept; k++) {
-            const int64_t *const out = offsets + k * (rows + 1);
-            uint8_t *const column = data + starts[k];
+            const int64_t size = starts[k + 1] - starts[k];
+            int64_t *const out = offsets + k * (rows + 1);
+            int64_t at = out[first];
             for (int64_t row = first; row < stop; row++) {
                 const rayrec_field field = fields[row * kept + k];
-                uint8_t *const to = column + out[row];
+                uint8_t *const to = data + starts[k] + at;
                 /* Bytes behind a short field are overwritten by the next one. */
-                if (field.length <= SHORT && field.start + SHORT <= length && out[row] + SHORT <= out[rows])
+                if (field.length <= SHORT && field.start + SHORT <= length && at + SHORT <= size)
                     memcpy(to, text + field.start, SHORT);
                 else
                     memcpy(to, text + field.start, field.length);
+                at += field.length;
+                out[row + 1] = at;
             }
         }
     }

@@ -171,6 +171,30 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
     text_tokens(offsets, data, null, count, out, status, 0);
 }
 
+/* Returns whether bit `i` is 1, of as many as there are values. NULL: all are. */
+static inline int is_valid(const uint8_t *bits, int64_t i) { return !bits || (bits[i >> 3] >> (i & 7) & 1); }
+
+/* Writes the tokens and statuses of texts given by their codes in a dictionary, whose tokens and statuses are given. A text is
+ * missing if bit `first` + i of `valid` is 0; then its code is not read. */
+void rayrec_coded_tokens(const int32_t *codes, const uint8_t *valid, int64_t first, int64_t count, const uint64_t *tokens,
+                         const uint8_t *statuses, uint64_t *out, uint8_t *status) {
+    for (int64_t i = 0; i < count; i++) {
+        const int present = is_valid(valid, first + i);
+        out[i] = present ? tokens[codes[i]] : 0;
+        status[i] = present ? statuses[codes[i]] : TEXT_EMPTY;
+    }
+}
+
+/* Copies values of 8 bytes. A value is missing, and 0, if bit `first` + i of `valid` is 0. */
+void rayrec_present_words(const uint64_t *values, const uint8_t *valid, int64_t first, int64_t count, uint64_t *out,
+                          uint8_t *status) {
+    for (int64_t i = 0; i < count; i++) {
+        const int present = is_valid(valid, first + i);
+        out[i] = present ? values[i] : 0;
+        status[i] = present ? TEXT_VALUE : TEXT_EMPTY;
+    }
+}
+
 /* Writes what texts are as categories: TEXT_EMPTY, TEXT_TRUE, TEXT_FALSE, TEXT_REFUSED if not UTF-8, else TEXT_VALUE. */
 void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *kinds) {
     const int ascii = is_ascii(data + offsets[0], offsets[count] - offsets[0]);
