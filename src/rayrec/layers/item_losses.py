@@ -4,6 +4,7 @@ batch. The score of an item is the dot product of its vector and the target's st
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, Final
 
@@ -11,12 +12,16 @@ import torch
 from torch.nn import functional
 
 from rayrec.compat.torch_compat import linear_pointwise
+from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.native import c_fields
 
 Hits = tuple[torch.Tensor, torch.Tensor]
 """Pairs of a target and an item that is its own, int64 [pairs] both, rising by target."""
 
 _TILE: Final = 256
 """Number of targets for one product, few enough that their scores stay in cache."""
+_ROWS_AT_ONCE: Final = 16
+"""Number of targets whose exponents a thread takes at a time."""
 _MAX_SAVED: Final = 1 << 26
 """Maximum number of scores that are saved for the backward pass. More are computed again."""
 _LOG2_E: Final = math.log2(math.e)
@@ -208,10 +213,9 @@ def cosine_contrastive(
     """
     unit = functional.normalize(states, dim=1)
     similarity = dots(unit, functional.normalize(positives, dim=1), dtype=dtype)
-    cosines = unit.to(dtype) @ functional.normalize(negatives, dim=1).to(dtype).T
-    above = (cosines.to(_wide(dtype)) - margin).relu()
-    above = above.index_put(hits, above.new_zeros(()))
-    return 1 - similarity + weight * above.mean(1)
+    candidates = functional.normalize(negatives, dim=1)
+    above: torch.Tensor = _SumAbove.apply(unit, candidates, margin, hits, dtype)
+    return 1 - similarity + weight / len(negatives) * above
 
 
 def dots(
@@ -247,11 +251,22 @@ def log_sum_exp(
     return result
 
 
+def log_sums(scores: torch.Tensor) -> torch.Tensor:
+    """Return log(sum(exp(scores))) of each row, -inf without items, float32 [rows], from scores
+    [rows, items]. Has no gradient.
+    """
+    if not scores.is_cpu:
+        return scores.logsumexp(1)
+    largest, sums = torch.ops.rayrec.exponents_(scores.detach() * _LOG2_E)
+    return sums.log() + largest / _LOG2_E
+
+
 # Why not torch's logsumexp: scores of [targets, items] are the largest tensors of a model. Each
 # tile of them is written, and read by all that follows, while it is in cache:
 #
 #   forward     scores -> minus their maximum -> exp -> sum; exp is saved, if it is not too large
-#   backward    exp / sum * gradient, which is the scores' gradient -> both products
+#   backward    both products of exp; what else is in the scores' gradient, exp / sum * gradient, is
+#               a factor of rows of the states, which are smaller
 class _LogSumExp(torch.autograd.Function):
     """Autograd function behind `log_sum_exp`."""
 
@@ -271,9 +286,9 @@ class _LogSumExp(torch.autograd.Function):
         saved = []
         if len(items):
             for tile in _tiles(len(states)):
-                exponents, largest = scores.exponents(tile)
-                totals[tile] = exponents.sum(1)
-                result[tile] = totals[tile].log() + largest / _LOG2_E
+                exponents, largest, sums = scores.exponents(tile)
+                totals[tile] = sums
+                result[tile] = sums.log() + largest / _LOG2_E
                 saved.append(exponents if saves else None)
         ctx.scores = scores
         ctx.saved = saved
@@ -284,28 +299,62 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, items, totals = ctx.saved_tensors
         scores = ctx.scores
-        for_states = torch.zeros_like(scores.states)
+        for_states = torch.zeros_like(states)
         # As the products are laid out
         for_items = totals.new_zeros(items.shape[1], items.shape[0])
         # Sums are 0 if no item counts
         scale = gradient / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+        scale = scale.unsqueeze(1)
+        scaled_states = (states * scale).to(scores.states.dtype)
         saved = ctx.saved
         ctx.saved = [None] * len(saved)
         for number, tile in enumerate(_tiles(len(states)) if len(items) else ()):
             exponents = saved[number]
             if exponents is None:
-                exponents, _ = scores.exponents(tile)
-            weights = exponents.mul_(scale[tile].unsqueeze(1)).to(scores.items.dtype)
-            for_states[tile] = _product(weights, scores.items.T)
-            for_items += _product(scores.states[tile].T, weights.T)
-        # The states of the scores are scaled
-        return (
-            for_states.to(states.dtype),
-            (for_items.T / _LOG2_E).to(items.dtype),
-            None,
-            None,
-            None,
-        )
+                exponents, _, _ = scores.exponents(tile)
+            weights = exponents.to(scores.items.dtype)
+            for_states[tile] = _product(weights, scores.items.T, tile) * scale[tile]
+            for_items += _product(scaled_states[tile].T, weights.T, tile)
+        return for_states, for_items.T.to(items.dtype), None, None, None
+
+
+# The scores stay in cache, as those of _LogSumExp. The backward pass needs only their signs.
+class _SumAbove(torch.autograd.Function):
+    """Sum of each target's scores above a margin, minus it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        items: torch.Tensor,
+        margin: float,
+        hits: Hits,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        scores = _Scores(states.to(dtype), items.to(dtype), None, hits)
+        totals = states.new_zeros(len(states), dtype=_wide(dtype))
+        ctx.scores = scores
+        ctx.above = []
+        for tile in _tiles(len(states)):
+            excess = scores.products(tile).sub_(margin).relu_()
+            totals[tile] = excess.sum(1)
+            ctx.above.append(excess > 0)
+        ctx.save_for_backward(states, items)
+        return totals
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, items = ctx.saved_tensors
+        scores = ctx.scores
+        for_states = torch.zeros_like(states)
+        for_items = gradient.new_zeros(items.shape[1], items.shape[0])
+        scale = gradient.unsqueeze(1)
+        scaled_states = (states * scale).to(scores.states.dtype)
+        for tile, above in zip(_tiles(len(states)), ctx.above, strict=True):
+            weights = above.to(scores.items.dtype)
+            for_states[tile] = _product(weights, scores.items.T, tile) * scale[tile]
+            for_items += _product(scaled_states[tile].T, weights.T, tile)
+        return for_states, for_items.T.to(items.dtype), None, None, None
 
 
 class _Scores:
@@ -320,34 +369,70 @@ class _Scores:
     ) -> None:
         self.states = states
         self.items = items
-        self._offsets = offsets
+        self._offsets = None if offsets is None else offsets * _LOG2_E
         self._hits = hits
 
-    def exponents(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return 2^(score - largest), 0 for hits, [tile, items], and the largest score of each
-        target, [tile]. Scores are logarithms to base 2.
-        """
-        scores = _product(self.states[tile], self.items).to(_wide(self.states.dtype))
+    def products(self, tile: slice) -> torch.Tensor:
+        """Return the scores of targets, -inf for hits, [tile, items]."""
+        scores = _product(self.states[tile], self.items, tile).to(_wide(self.states.dtype))
         if self._offsets is not None:
-            scores += self._offsets * _LOG2_E
+            scores += self._offsets
         if self._hits is not None:
             targets, items = self._hits
             bounds = torch.searchsorted(targets, targets.new_tensor([tile.start, tile.stop]))
             hits = slice(*bounds.tolist())
             scores[targets[hits] - tile.start, items[hits]] = -torch.inf
+        return scores
+
+    def exponents(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return 2^(score - largest), 0 for hits, [tile, items], and the largest score and the sum
+        of each target, [tile] both. Scores are logarithms to base 2.
+        """
+        scores = self.products(tile)
+        if scores.is_cpu and scores.dtype == torch.float32:
+            return scores, *torch.ops.rayrec.exponents_(scores)
         largest = scores.amax(1).clamp(min=torch.finfo(scores.dtype).min)
-        return scores.sub_(largest.unsqueeze(1)).exp2_(), largest
+        exponents = scores.sub_(largest.unsqueeze(1)).exp2_()
+        return exponents, largest, exponents.sum(1)
+
+
+def _exponents(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = scores.new_empty(len(scores))
+    sums = scores.new_empty(len(scores))
+    # Tensors are variables of this call, which outlive the kernel. `scores` are overwritten.
+    pointers = [tensor.data_ptr() for tensor in (scores, largest, sums)]
+    run_kernel(
+        vectorized("rayrec_exponents_of_rows"),
+        _CExponents(*pointers, scores.shape[1]),
+        len(scores),
+        at_once=_ROWS_AT_ONCE,
+    )
+    return largest, sums
+
+
+class _CExponents(ctypes.Structure):
+    """Mirror of rayrec_exponents in native/kernels.h."""
+
+    _fields_ = c_fields("void* scores largest sums; int64 columns")
+
+
+# Registered as a torch operator for its profiler and modes
+_OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
+_OPERATORS.define("exponents_(Tensor(a!) scores) -> (Tensor, Tensor)")
+_OPERATORS.impl("exponents_", _exponents, "CPU")
 
 
 def _tiles(count: int) -> list[slice]:
     return [slice(start, min(start + _TILE, count)) for start in range(0, count, _TILE)]
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left` [rows, in] times transposed `right` [columns, in]. On CPUs, oneDNN is faster
-    than BLAS.
+def _product(left: torch.Tensor, right: torch.Tensor, tile: slice) -> torch.Tensor:
+    """Return `left` [rows, in] times transposed `right` [columns, in], for the targets of a tile.
+    On CPUs, oneDNN is faster than BLAS, but it compiles a program for each shape, and the last tile
+    of a step has another size each time.
     """
-    if left.is_cpu and left.dtype == torch.float32 and left.numel() and right.numel():
+    is_full = tile.stop - tile.start == _TILE
+    if left.is_cpu and left.dtype == torch.float32 and is_full and right.numel():
         return linear_pointwise(left, right, None, "none")
     return left @ right.T
 

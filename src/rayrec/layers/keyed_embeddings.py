@@ -5,7 +5,7 @@ numbers, as in FuxiCTR.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import final
 
@@ -46,6 +46,10 @@ class JaggedEmbeddings:
     """Embeddings of the ids of all rows, float32 [ids, dim]."""
     lengths: torch.Tensor
     """Number of ids in each row, int64 [rows]."""
+    gaps: torch.Tensor | None = None
+    """Seconds from each id to the next one in its row, from the last one to the row's time, float32
+    [ids]. None without times.
+    """
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -175,7 +179,7 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
 
         def sequences() -> dict[str, JaggedEmbeddings]:
             return {
-                name: JaggedEmbeddings(unpooled.values[:, columns], unpooled.lengths)
+                name: replace(unpooled, values=unpooled.values[:, columns])
                 for name, unpooled in self.all_sequences().items()
             }
 

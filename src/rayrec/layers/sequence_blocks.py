@@ -4,16 +4,17 @@ lie in one tensor, [elements, ...].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Final, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.layers.list_attention import attend_lists
 from rayrec.layers.mlp import init_values, linear_stack
 
 _GROUPS: Final = 4
@@ -21,14 +22,15 @@ _GROUPS: Final = 4
 as in the one before.
 """
 
-_LEVELS: Final = 1 << 16
-"""Number of probabilities of dropout on the CPU."""
-_MAX_SEED: Final = (1 << 63) - 1
-"""Maximum seed of dropout on the CPU."""
+_BUCKET: Final = 0.301
+"""Width of a time bucket, in natural logarithms of seconds."""
+TIME_BUCKETS: Final = 129
+"""Number of time buckets."""
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of queries, keys and values, [lists, heads, elements, width], that returns
-for each element a sum over the values up to it, in the values' shape.
+Attention = Callable[..., torch.Tensor]
+"""Attention over queries, keys and values, [lists, heads, elements, width], and with times each
+pair's bucket, int32 [lists, elements, elements]. Returns for each element a sum over the values up
+to it, [lists, heads, elements, any width].
 """
 
 
@@ -48,6 +50,12 @@ class _Group:
     """Position of each element in the padded lists, int64 [elements]."""
     is_inside: torch.Tensor | None = None
     """Whether each value is within its list, bool [lists * width, 1]."""
+    buckets: torch.Tensor | None = None
+    """Time bucket of each pair of elements, int32 [lists, width, width]. None without times."""
+
+
+_NO_LISTS: Final = _Group(slice(0, 0), 1)
+"""Group in attention if no list has elements."""
 
 
 # Elements of three lists of 2, 3 and 1 items, which begin at the items 4, 0 and 7:
@@ -57,6 +65,7 @@ class _Group:
 #   age        2 1 0 1 0 0     number of elements after it
 #   item       0 1 2 4 5 7     position of the element's item among all items
 #   last       4 2 5           last element of each list
+#   starts     0 3 5 6         first element of each list, longer ones first, and the number of all
 #
 # In an exported program, sizes may not depend on values, so that all lists are padded to the
 # maximum. Elements after the end of a list repeat another item, and nothing reads their values.
@@ -83,19 +92,36 @@ class ListElements:
         self.age = (ends - 1 - index).clamp(min=0).reshape(-1)
         self.item = (starts.unsqueeze(1) + index * (index < ends)).reshape(-1)
         self.last = rows * width + (lengths - 1).clamp(min=0)
+        self.starts: torch.Tensor | None = None
         self.groups = [_Group(slice(None), width)]
 
     def _sort(self, starts: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
         order = lengths.argsort(descending=True, stable=True)
         ordered = lengths[order]
         ends = ordered.cumsum(0)
+        self.starts = torch.cat([ends.new_zeros(1), ends])
         self.rows = order.repeat_interleave(ordered)
         numbers = torch.arange(self.rows.shape[0], device=lengths.device)
         self.index = numbers - (ends - ordered).repeat_interleave(ordered)
         self.age = lengths[self.rows] - 1 - self.index
         self.item = starts[self.rows] + self.index
         self.last = torch.empty_like(order).index_put((order,), ends - 1)
-        self.groups = _groups(ordered)
+
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """Groups of lists that are padded to one length."""
+        assert self.starts is not None
+        return _groups(self.starts.diff())
+
+    def measure_times(self, gaps: torch.Tensor, *, to_next: bool) -> None:
+        """Set the time buckets of pairs of elements. `gaps`: seconds from each element to the next
+        one, or to the time of the answer, float32 [elements]. `to_next`: whether times are measured
+        from an earlier element to the one after the later element, which must be known.
+        """
+        self.groups = [
+            replace(group, buckets=_pair_buckets(gaps, group, to_next=to_next))
+            for group in self.groups or [_NO_LISTS]
+        ]
 
     def attend(
         self,
@@ -105,17 +131,18 @@ class ListElements:
         attention: Attention,
     ) -> torch.Tensor:
         """Return the attention of each element to its list's elements up to it, [elements, heads *
-        width]. Queries, keys and values are [elements, heads, width].
+        values' width]. Queries, keys and values are [elements, heads, width].
         """
         mixed = []
-        for group in self.groups:
+        for group in self.groups or [_NO_LISTS]:
             parts = [_padded(part[group.elements], group) for part in (query, key, value)]
-            group_values = attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1)
+            if group.buckets is not None:
+                parts.append(group.buckets)
+            group_values = attention(*parts)
+            group_values = group_values.transpose(1, 2).flatten(2).flatten(0, 1)
             if group.padded is not None:
                 group_values = _Joined.apply(group_values, group)
             mixed.append(group_values)
-        if not mixed:
-            return value.flatten(1)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
@@ -124,6 +151,28 @@ def _padded(values: torch.Tensor, group: _Group) -> torch.Tensor:
     if group.position is not None:
         values = _Padded.apply(values, group)
     return values.unflatten(0, (-1, group.width)).transpose(1, 2)
+
+
+# A list's times are sums of its own gaps, and do not depend on other lists in the batch.
+def _pair_buckets(gaps: torch.Tensor, group: _Group, *, to_next: bool) -> torch.Tensor:
+    """Return the time bucket of each pair of a group's elements, the later one first, int32 [lists,
+    width, width].
+    """
+    part = gaps[group.elements]
+    if group.position is not None:
+        part = part[group.position]
+    ends = part.unflatten(0, (-1, group.width)).double().cumsum(1)
+    times = functional.pad(ends[:, :-1], (1, 0))
+    later = ends if to_next else times
+    return time_buckets(later.unsqueeze(2) - times.unsqueeze(1))
+
+
+def time_buckets(seconds: torch.Tensor) -> torch.Tensor:
+    """Return the bucket of durations by the logarithm of their absolute value, int32, as in HSTU's
+    published code.
+    """
+    logarithms = seconds.float().abs().clamp(min=1).log()
+    return (logarithms / _BUCKET).to(torch.int32).clamp(max=TIME_BUCKETS - 1)
 
 
 def _groups(lengths: torch.Tensor) -> list[_Group]:
@@ -185,53 +234,29 @@ class _Joined(torch.autograd.Function):
         return gradient[group.position].mul_(group.is_inside), None
 
 
-def softmax_attention(dropout: float) -> Attention:
-    """Return causal attention whose weights are dropped with a probability."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if not dropout or not query.is_cpu:
-            return functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                dropout_p=dropout,
-                is_causal=True,
-            )
-        width = query.shape[2]
-        is_later = torch.ones(width, width, dtype=torch.bool).triu(1)
-        scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
-        weights = scores.masked_fill_(is_later, -torch.inf).softmax(3)
-        return dropped(weights, dropout) @ value
-
-    return attend
-
-
-# torch draws a number of 64 bits by Mersenne Twister for each value, which takes as long as several
-# layers.
-def dropped(values: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return `torch.nn.functional.dropout` in training. On the CPU, probabilities are multiples of
-    1 / 65,536, and random numbers follow from torch's generator.
-    """
-    if not probability:
-        return values
-    if not values.is_cpu:
-        return functional.dropout(values, probability)
-    threshold = round(probability * _LEVELS)
-    generator = np.random.Generator(np.random.SFC64(int(torch.randint(_MAX_SEED, ()))))
-    mask = generator.integers(0, _LEVELS, tuple(values.shape), np.uint16) >= threshold
-    factors = torch.from_numpy(mask).to(values.dtype).mul_(_LEVELS / (_LEVELS - threshold))
-    return values * factors
-
-
-def silu_attention(bias: torch.Tensor | None, *, max_length: int) -> Attention:
+def silu_attention(
+    bias: torch.Tensor | None,
+    *,
+    max_length: int,
+    times: torch.Tensor | None = None,
+) -> Attention:
     """Return causal attention that weights values by SiLU(score) / max_length, without a softmax.
-    `bias`: constant of each distance between elements, [max_length], that is added to the score.
+    Constants are added to the score: `bias` has one for each distance between elements,
+    [max_length], `times` one for each time bucket, [TIME_BUCKETS].
     """
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        buckets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         scores = query @ key.transpose(2, 3)
         if bias is not None:
-            scores = scores + by_distance(bias, scores.shape[2])
+            constants = by_distance(bias, scores.shape[2])
+            if times is not None and buckets is not None:
+                constants = constants + by_time(times, buckets).unsqueeze(1)
+            scores = scores + constants
         weights = (functional.silu(scores) / max_length).tril()
         return weights.to(value.dtype) @ value
 
@@ -244,6 +269,11 @@ def by_distance(values: torch.Tensor, width: int) -> torch.Tensor:
     return values[(index.unsqueeze(1) - index).clamp(min=0)]
 
 
+def by_time(values: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+    """Return the value of each pair's time bucket, in the shape of the buckets."""
+    return values.index_select(0, buckets.flatten()).view(buckets.shape)
+
+
 def linear(
     inputs: torch.Tensor,
     layer: nn.Linear,
@@ -252,7 +282,21 @@ def linear(
     relu: bool = False,
 ) -> torch.Tensor:
     """Return the layer's product with `inputs` [elements, in_features], in the dtype."""
-    return linear_stack(inputs, [layer.weight, layer.bias], relus=(relu,), dtype=dtype)
+    outputs = _product(inputs, layer.weight, layer.bias, dtype)
+    return outputs.relu() if relu else outputs
+
+
+# oneDNN compiles a program for each number of rows and keeps a thousand of them. Each step has
+# another number of elements, so that compiling takes up to a third of a small step.
+def _product(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if dtype == torch.float32:
+        return functional.linear(inputs, weight, bias)
+    return linear_stack(inputs, [weight, bias], relus=(False,), dtype=dtype)
 
 
 def joint_projection(
@@ -260,26 +304,36 @@ def joint_projection(
     memory: torch.Tensor,
     layer: nn.Linear,
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return queries, keys and values side by side, [elements, 3 * dim], the queries from `query`,
-    keys and values from `memory`, [elements, dim] both.
+) -> tuple[torch.Tensor, ...]:
+    """Return queries from `query`, and keys and values from `memory`, [elements, dim] both. They
+    are side by side, [elements, 3 * dim]. If the inputs differ, queries are apart: [elements, dim],
+    then [elements, 2 * dim].
     """
     if query is memory:
-        return linear(query, layer, dtype)
+        return (linear(query, layer, dtype),)
     dim = query.shape[1]
     parts = (slice(0, dim), slice(dim, None))
-    return torch.cat(
-        [
-            linear_stack(
-                inputs,
-                [layer.weight[part], layer.bias[part]],
-                relus=(False,),
-                dtype=dtype,
-            )
-            for inputs, part in zip((query, memory), parts, strict=True)
-        ],
-        dim=1,
+    return tuple(
+        _product(inputs, layer.weight[part], layer.bias[part], dtype)
+        for inputs, part in zip((query, memory), parts, strict=True)
     )
+
+
+def softmax_attended(
+    elements: ListElements,
+    projected: Sequence[torch.Tensor],
+    *,
+    heads: int,
+    dropout: float,
+) -> torch.Tensor:
+    """Return causal attention with a softmax, [elements, dim]. `projected`: result of
+    `joint_projection`. `dropout`: probability of dropping a weight.
+    """
+    # Exported programs and GPUs have torch's attention, which needs padding
+    if elements.starts is not None and projected[0].is_cpu:
+        return attend_lists(projected, elements.starts, heads=heads, dropout=dropout)
+    attention = partial(functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
+    return attended(elements, torch.cat([*projected], dim=1), heads=heads, attention=attention)
 
 
 def attended(
