@@ -126,6 +126,10 @@ class Feature(Config):
     """Weight column for a column of `Schema.lists`: a factor for each category's embedding before
     the sum. None: 1 each.
     """
+    ages: str | None = None
+    """Age column for a column of `Schema.lists`, in seconds before the row's time. It has the times
+    between items for networks that read them. None: unknown times.
+    """
     aligned_with: str | None = None
     """List column with the items that this list describes, such as the items of earlier clicks for
     the list of their shops. In each row, both must have categories at the same positions. None:
@@ -148,11 +152,15 @@ class Feature(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed = self.weights or self.aligned_with or self.list_delimiter
+        fixed = self.weights or self.ages or self.aligned_with or self.list_delimiter
         if self.formula is not None and fixed:
             raise InputError(
-                f"schema: feature {self.name} is computed, so that it has no weights, "
+                f"schema: feature {self.name} is computed, so that it has no weights, ages, "
                 "aligned_with or list_delimiter"
+            )
+        if self.weights and self.ages:
+            raise InputError(
+                f"schema: feature {self.name} must have weights or ages, got both. Remove one."
             )
         if self.max_length is not None and self.max_length < 1:
             raise InputError(
@@ -161,6 +169,12 @@ class Feature(Config):
             )
         if self.list_delimiter not in (None, BRACKETS):
             _check_mark(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
+        if self.ages is None:  # Files with a schema stay the same
+            del plain["ages"]
+        return plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +352,7 @@ TARGET: Final = "target"
 SEEN: Final = "seen"
 """Column of built lists with all items before the held-out ones."""
 AGE: Final = "age"
-"""Column of built lists with the age of each item, in seconds."""
+"""Column of built lists with the age of each item, in seconds before the row's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +375,8 @@ class SequenceColumns(Config):
     """
     min_length: Annotated[int, Ge(2)] = 2
     """Minimum training items of a user. Users with fewer do not train."""
+    user_input: bool = False
+    """Whether the user is an input too, for models with a vector of each user."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -370,7 +386,7 @@ class SequenceColumns(Config):
                 "schema: sequence: user, item, time and with must name different columns, got "
                 f"{', '.join(names)}"
             )
-        reserved = [name for name in self.listed if name in (TARGET, SEEN, AGE)]
+        reserved = [name for name in self.columns if name in (TARGET, SEEN, AGE)]
         if reserved:
             raise InputError(
                 f"schema: sequence: {reserved[0]} is a column of built lists, so that no column of "
@@ -397,6 +413,17 @@ class SequenceColumns(Config):
         targets = (Feature(name=name, vocabulary=self.item) for name in (TARGET, SEEN))
         return (Feature(name=self.item, max_length=longest), *aligned, *targets)
 
+    def to_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
+        # Files with a schema stay the same without it.
+        if not self.user_input:
+            del plain["user_input"]
+        return plain
+
+    def built(self) -> dict[str, Any]:
+        """Return the settings that decide how lists are built, as JSON values."""
+        return self.replace(user_input=False).to_dict()
+
 
 def _renamed_with(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `sequence` with `with_columns` for `with`, a word of Python. Raises
@@ -422,39 +449,63 @@ def _microseconds(duration: int | str) -> int | None:
     return int(parts[1]) * _SECONDS[parts[2]] * 1_000_000
 
 
+def _millionths(percent: int | str) -> int | None:
+    """Return a percentage below 100, such as 5%, in millionths; None for other text. 0 needs no
+    sign.
+    """
+    parts = re.fullmatch(r"(\d{1,2}(?:\.\d{1,4})?)%", str(percent))
+    if parts is None:
+        return 0 if str(percent) == "0" else None
+    return round(float(parts[1]) * 10_000)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplit(Config):
     """Events that are held out of the lists of training."""
 
-    kind: Literal["last_items", "time"] = "last_items"
-    """Method. last_items: the last items of each user. time: the latest events of all users."""
+    kind: Literal["last_items", "time", "files"] = "last_items"
+    """Method. last_items: the last items of each user. time: the latest events of all users. files:
+    those of files whose names begin with valid and test.
+    """
     validation: int | str = 1
-    """Held-out items for validation, before those of the test; for time a duration, such as 7d or
-    12h.
+    """Held-out items for validation, before those of the test. For time a duration, such as 7d or
+    12h. For files a random part of the other files' events, such as 5%, or 0.
     """
     test: int | str = 1
-    """Held-out items for the test; for time a duration before the last event. 0: no test."""
+    """Held-out items for the test; for time a duration before the last event; for files 1. 0: no
+    test.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_time = self.kind == "time"
-        form = "a duration such as 60d, 12h or 30m" if is_time else "a number of items"
         for name in ("validation", "test"):
             value = getattr(self, name)
-            size = _microseconds(value) if is_time else value
-            least = 0 if name == "test" else 1
+            size = self._size(name)
+            least = 1 if name == "validation" and self.kind != "files" else 0
             if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                form = {
+                    "last_items": "a number of items",
+                    "time": "a duration such as 60d, 12h or 30m",
+                    "files": "a percentage such as 5%" if name == "validation" else "1",
+                }[self.kind]
                 raise InputError(
                     f"schema: split {self.kind}: {name} must be {form}"
                     f"{'' if least else ', or 0'}, got {value!r}"
                 )
 
+    def _size(self, name: Literal["validation", "test"]) -> int | str | None:
+        """Return the size of a part as in `sizes`, None or text if invalid."""
+        value: int | str = getattr(self, name)
+        if self.kind == "time":
+            return _microseconds(value)
+        return _millionths(value) if (self.kind, name) == ("files", "validation") else value
+
     @property
     def sizes(self) -> tuple[int, int]:
-        """Size of validation and test: items, or microseconds for time."""
-        if self.kind == "last_items":
-            return int(self.validation), int(self.test)
-        return _microseconds(self.validation) or 0, _microseconds(self.test) or 0
+        """Size of validation and test: items, microseconds for time, or for files millionths of the
+        events and a number above 0 for a test.
+        """
+        return int(self._size("validation") or 0), int(self._size("test") or 0)
 
 
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
@@ -660,8 +711,9 @@ class Schema(Config):
         if self.sequence.item in integers:
             integers = tuple(dict.fromkeys((*integers, TARGET, SEEN)))
         declared = {feature.name: feature for feature in self.features}
+        user = (self.sequence.user,) if self.sequence.user_input else ()
         values = {
-            "sparse": names,
+            "sparse": (*names, *user),
             "lists": names,
             "optional": (TARGET, SEEN),
             "integers": integers,
@@ -686,6 +738,11 @@ class Schema(Config):
                 )
         if self.split is not None and self.split.kind == "time" and self.sequence.time is None:
             raise InputError("schema: split time: sequence has no time; name its column in time")
+        if self.split is not None and self.split.kind == "files" and self.sequence.time is not None:
+            raise InputError(
+                f"schema: split files: sequence must have no time, got {self.sequence.time}; its "
+                "events are in the order of the files"
+            )
         self._check_listed(features)
 
     def _check_listed(self, features: tuple[Feature, ...]) -> None:
@@ -693,9 +750,11 @@ class Schema(Config):
         InputError.
         """
         names = [feature.name for feature in features]
+        assert self.sequence is not None
+        user = [self.sequence.user] if self.sequence.user_input else []
         for field_name in ("sparse", "lists", "optional"):
             for name in getattr(self, field_name):
-                if name not in names:
+                if name not in names and (field_name, [name]) != ("sparse", user):
                     raise InputError(
                         f"schema: {field_name} names {name}, which sequence does not have; name "
                         "it in `with` of sequence, or leave it out"
@@ -770,7 +829,7 @@ class Schema(Config):
             "labels": tuple(label.name for label in self.labels),
             "weight": (self.weight,),
             "timestamp": (self.timestamp,),
-            "weights of a feature": self.list_weights,
+            "weights or ages of a feature": self.list_numbers,
         }
         for field_name, names in uses.items():
             computed = [name for name in names if name in self.derived]
@@ -895,11 +954,16 @@ class Schema(Config):
         for feature in self.features:
             if feature.name not in self.sparse and feature.formula is None:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
-            list_option = feature.max_length or feature.weights or feature.list_delimiter
-            if list_option and feature.name not in self.lists:
+            options = (
+                feature.max_length,
+                feature.weights,
+                feature.ages,
+                feature.list_delimiter,
+            )
+            if any(options) and feature.name not in self.lists:
                 raise InputError(
-                    f"schema: feature {feature.name} has max_length, weights or list_delimiter, "
-                    "which need a column of lists"
+                    f"schema: feature {feature.name} has max_length, weights, ages or "
+                    "list_delimiter, which need a column of lists"
                 )
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
@@ -985,7 +1049,7 @@ class Schema(Config):
         labels = tuple(label.name for label in self.labels)
         features = tuple(name for name in self.dense + self.sparse if name not in self.derived)
         times = (self.timestamp,) if self.timestamp and self.timestamp not in features else ()
-        columns = named + features + self.list_weights + labels + times
+        columns = named + features + self.list_numbers + labels + times
         return columns + tuple(name for name in self.program.sources if name not in columns)
 
     @cached_property
@@ -1002,6 +1066,17 @@ class Schema(Config):
     def list_weights(self) -> tuple[str, ...]:
         """Weight columns of lists."""
         return tuple(feature.weights for feature in self.features if feature.weights)
+
+    @property
+    def list_numbers(self) -> tuple[str, ...]:
+        """Columns with a number for each category of a list: weights and ages."""
+        named = (feature.weights or feature.ages for feature in self.features)
+        return tuple(filter(None, named))
+
+    @property
+    def aged(self) -> tuple[str, ...]:
+        """Columns of lists with `Feature.ages`."""
+        return tuple(feature.name for feature in self.features if feature.ages)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -1071,6 +1146,25 @@ class Schema(Config):
         return self.replace(
             features=tuple(feature.replace(vocabulary=None) for feature in self.features)
         )
+
+    def with_ages(self, *, reads_ages: bool) -> Schema:
+        """Return the schema with the ages of items that were built of events with times, if
+        `reads_ages`, else without any ages.
+        """
+        ages: dict[str, str | None] = {}
+        if reads_ages:
+            if self.sequence is not None and self.sequence.time is not None:
+                ages[self.sequence.item] = AGE
+            ages |= {feature.name: feature.ages for feature in self.features if feature.ages}
+        return self._with_ages(ages)
+
+    def with_ages_of(self, other: Schema) -> Schema:
+        """Return the schema with the columns of ages that another schema has for these features."""
+        return self._with_ages({feature.name: feature.ages for feature in other.features})
+
+    def _with_ages(self, ages: Mapping[str, str | None]) -> Schema:
+        features = tuple(feature.replace(ages=ages.get(feature.name)) for feature in self.features)
+        return self if features == self.features else self.replace(features=features)
 
     def unlabelled(self) -> Schema:
         """Return the schema without labels, weight and timestamp, which only training uses."""

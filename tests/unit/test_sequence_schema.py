@@ -30,6 +30,22 @@ def test_sequence_adds_features_of_lists(schema: Schema) -> None:
     )
 
 
+def test_logs_with_times_have_ages(schema: Schema) -> None:
+    timed = schema.with_ages(reads_ages=True)
+    assert (timed.aged, timed.feature("film").ages) == (("film",), "age")
+    assert timed.columns == ("film", "action", "target", "seen", "age")
+    assert timed.events == schema.events
+    assert Schema.described(timed.describe()) == timed
+    assert timed.with_ages(reads_ages=False) == schema == schema.with_ages(reads_ages=False)
+    untimed = schema.replace(sequence={"time": None}, split=SequenceSplit())
+    assert untimed.with_ages(reads_ages=True) == untimed
+
+
+def test_features_without_ages_are_stored_as_before(schema: Schema) -> None:
+    assert "ages" not in schema.to_dict()["features"][0]
+    assert "ages" not in schema.describe()["features"][0]
+
+
 def test_targets_are_parsed_as_items(schema: Schema) -> None:
     assert schema.integers == ("who", "film", "target", "seen")
 
@@ -74,6 +90,24 @@ def test_durations_are_in_microseconds() -> None:
     assert sizes == (12 * 3600 * 10**6, 60 * 86_400 * 10**6)
 
 
+def test_user_input_adds_column_of_users(schema: Schema) -> None:
+    with_user = schema.replace(sequence={"user_input": True})
+    assert with_user.sparse == (*schema.sparse, "who")
+    assert with_user.lists == schema.lists
+    assert with_user.events == schema.events
+    assert Schema.described(with_user.describe()) == with_user
+    assert with_user.replace(sparse=with_user.sparse) == with_user
+    assert "user_input" not in schema.to_dict()["sequence"]
+
+
+def test_percentage_of_files_returns_millionths() -> None:
+    sizes = [
+        SequenceSplit(kind="files", validation=share).sizes for share in ("5%", "0.25%", 0, "0")
+    ]
+    assert sizes == [(50_000, 1), (2500, 1), (0, 1), (0, 1)]
+    assert SequenceSplit(kind="files", validation="5%", test=0).sizes == (50_000, 0)
+
+
 EVENTS = "label: null\nsequence: {user: u, item: i, time: t}\n"
 
 
@@ -90,6 +124,11 @@ EVENTS = "label: null\nsequence: {user: u, item: i, time: t}\n"
         ),
         pytest.param("label: null\nsequence: {user: u, item: target}", "rename it", id="target"),
         pytest.param("label: null\nsequence: {user: age, item: i}", "rename it", id="age"),
+        pytest.param(
+            "label: null\nsequence: {user: u, item: i, time: age}",
+            "rename it",
+            id="time",
+        ),
         pytest.param("label: null\nsequence: {user: u, item: u}", "different columns", id="twice"),
         pytest.param("label: null\nsequence: {user: u}", "sequence.item: Seq", id="no item"),
         pytest.param(
@@ -104,6 +143,17 @@ EVENTS = "label: null\nsequence: {user: u, item: i, time: t}\n"
             EVENTS + "split: {kind: time, test: 5 days, validation: 1d}",
             "got '5 days'",
             id="unit",
+        ),
+        pytest.param(
+            EVENTS + "split: {kind: files, validation: 5%}",
+            "split files: sequence must have no time, got t",
+            id="files with time",
+        ),
+        pytest.param(EVENTS + "split: {kind: files}", "a percentage such as 5%, or 0", id="files"),
+        pytest.param(
+            EVENTS + "split: {kind: files, validation: 100%}",
+            "got '100%'",
+            id="all for validation",
         ),
         pytest.param(EVENTS + "split: {validation: 0}", "a number of items, got 0", id="none"),
         pytest.param("label: null\nsparse: [a]\nsplit: {test: 1}", "needs sequence", id="split"),

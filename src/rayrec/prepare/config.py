@@ -47,7 +47,7 @@ class PreparationConfig(Config):
     """
     split: Literal["none"] | Kind = "none"
     """Which rows to hold out. Presets that count only training rows skip them. none holds out no
-    rows.
+    rows. For events, `split` of the schema decides.
     """
     parts: SplitParts = field(default_factory=SplitParts)
     """Sizes of the parts, for --split fraction, days and named_days."""
@@ -85,11 +85,13 @@ class PreparationConfig(Config):
             )
 
     def adapted(self, path: str, *, preprocessor: str | None = None) -> PreparationConfig:
-        """Return a copy with `tokens` and column order of a log, see `LogSource.schema`. Raises
-        InputError for the placeholder of a recipe.
+        """Return a copy with `tokens` and column order of a log, see `LogSource.schema`, other than
+        of events. Raises InputError for the placeholder of a recipe.
         """
         if isinstance(self.schema, PlaceholderSchema):
             self.schema.reject(path)
+        if self.schema.sequence is not None:
+            return self  # As in training, since lists have another order than their events
         return self.replace(
             schema=LogSource.at(path, self.files).schema(self.schema, preprocessor=preprocessor)
         )
@@ -103,11 +105,19 @@ class PreparationConfig(Config):
             for name in ("min_count", "max_num_embeddings", "token_modulo")
             if (value := getattr(self, name)) is not None
         }
-        if self.split != "none":
-            changes["split"] = Split(
-                kind=self.split, test_first=preset.split.test_first, **vars(self.parts)
-            )
+        if self.split_of_lists is not None:
+            changes["split"] = self.split_of_lists
         return preset.replace(**changes)
+
+    @property
+    def split_of_lists(self) -> Split | None:
+        """Return the rule for held-out rows. None if there are none."""
+        if self.schema.sequence is not None:
+            return Split(kind="named_files")  # The parts of the lists
+        if self.split == "none":
+            return None
+        test_first = self._named_preset().split.test_first
+        return Split(kind=self.split, test_first=test_first, **vars(self.parts))
 
     def _named_preset(self) -> Preset:
         return by_name(self.preset)

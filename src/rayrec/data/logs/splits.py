@@ -316,11 +316,16 @@ def _partition(path: str) -> str:
     return partition
 
 
+def part_of_file(path: str) -> str | None:
+    """Return the part for which a file is named, one of NAMES; None for other names."""
+    base = resolve_source(path)[1].rpartition("/")[2].lower()
+    return next((name for name in NAMES if base.startswith(name[:5])), None)
+
+
 def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
     chosen = []
     for segment in index.segments:
-        base = resolve_source(segment.path)[1].rpartition("/")[2].lower()
-        name = next((name for name in NAMES if base.startswith(name[:5])), None)
+        name = part_of_file(segment.path)
         if name is None:
             raise InputError(
                 f"split named_files: {segment.path} must begin with train, valid or test; rename it"
