@@ -19,7 +19,7 @@ from rayrec.data.formats.base import Format
 from rayrec.data.formats.columns import check_file, parse_partitions
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.csv_reader import CsvRange
-from rayrec.data.formats.parquet import Parquet, open_parquet
+from rayrec.data.formats.parquet import Parquet, dictionary_columns, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.job import ResumableJob
 from rayrec.data.logs.partitions import with_partitions
@@ -27,6 +27,7 @@ from rayrec.schema import Schema
 from rayrec.storage.cache import is_packed
 
 BATCH_ROWS: Final = 1 << 15
+_CODED_BATCHES: Final = 8
 _CUT_FILES: Final = 64
 """Number of tables that one task opens to cut them."""
 _MIN_TASK_BYTES: Final = 32 << 20
@@ -70,9 +71,13 @@ class RangeTables:
         schema: Schema,
         *,
         columns: Sequence[str] | None = None,
+        dictionaries: bool = False,
     ) -> None:
-        """Read the columns of file and partitions with names in `columns`; None reads all."""
+        """Read the columns of file and partitions with names in `columns`; None reads all.
+        `dictionaries`: texts that Parquet has as dictionaries stay so, in tables of more rows.
+        """
         self._columns = columns
+        self._dictionaries = dictionaries
         self._range = part
         self._schema = schema
         self.end = 0
@@ -92,15 +97,21 @@ class RangeTables:
         part = self._range
         schema = self._schema
         with open_parquet(part.file) as parquet:
-            check_file(
-                part.file,
-                parquet.schema_arrow.names,
-                schema,
-            )
-            groups = list(range(part.start, part.stop))
-            stored = self._selected(parquet.schema_arrow.names)
+            names = parquet.schema_arrow.names
+            metadata = parquet.metadata
+        check_file(
+            part.file,
+            names,
+            schema,
+        )
+        groups = list(range(part.start, part.stop))
+        stored = self._selected(names)
+        coded = dictionary_columns(metadata, groups, stored) if self._dictionaries else []
+        # The texts of a dictionary are hashed once per table
+        batch_rows = BATCH_ROWS * (_CODED_BATCHES if coded else 1)
+        with open_parquet(part.file, dictionaries=coded) as parquet:
             for batch in parquet.iter_batches(
-                batch_size=BATCH_ROWS,
+                batch_size=batch_rows,
                 row_groups=groups,
                 columns=stored,
                 use_threads=False,

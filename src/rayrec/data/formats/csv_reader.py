@@ -287,24 +287,24 @@ class _Splitter:
 # All columns share one buffer, in column order:
 #
 #   offsets[c]    starts of the texts of column c, and their end, from 0
-#   starts[c]     first byte of column c in the buffer
+#   starts[c]     first byte of column c in the buffer, and its end
 #
-# The kernels go through some rows at a time, whose fields stay in the CPU's cache for all columns.
+# The kernel goes through some rows at a time, whose fields stay in the CPU's cache for all columns.
 def _gathered(data: np.ndarray, fields: np.ndarray) -> list[pa.Array]:
     """Return the columns of text. `fields` has the first byte and size of each field, uint32 [rows,
     columns, 2].
     """
     rows, width, _ = fields.shape
     shape = (rows, ctypes.c_int32(width))
+    starts = np.zeros(width + 1, np.int64)
+    call("rayrec_text_sizes", fields, *shape, starts[1:])
+    starts = np.cumsum(starts)
     offsets = np.empty((width, rows + 1), np.int64)
-    call("rayrec_text_offsets", fields, *shape, offsets)
-    stops = np.cumsum(offsets[:, -1])
-    starts = stops - offsets[:, -1]
-    out = np.empty(stops[-1] if width else 0, np.uint8)
-    call("rayrec_gather_text", data, len(data), fields, *shape, offsets, starts, out)
+    out = np.empty(starts[-1], np.uint8)
+    call("rayrec_gather_text", data, len(data), fields, *shape, starts, offsets, out)
     arrays = []
     for column in range(width):
-        text = out[starts[column] : stops[column]]
+        text = out[starts[column] : starts[column + 1]]
         buffers = [None, pa.py_buffer(offsets[column]), pa.py_buffer(text)]
         arrays.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, buffers))
     return arrays

@@ -16,6 +16,10 @@ from rayrec.schema import Schema
 
 PARQUET_MAGIC: Final = b"PAR1"
 _BLOCK_ROWS: Final = 1 << 15
+_CODED_BYTES: Final = 8
+"""Maximum stored bytes per value of text that is read as a dictionary. Text with more has few equal
+values, or is long, so that Arrow takes longer to make a dictionary of it.
+"""
 
 
 @final
@@ -42,16 +46,48 @@ class Parquet(Format):
 
 
 @contextmanager
-def open_parquet(path: str, *, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
+def open_parquet(
+    path: str,
+    *,
+    buffer_size: int = 0,
+    dictionaries: Sequence[str] = (),
+) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of
-    `buffer_size` bytes, 0: at once.
+    `buffer_size` bytes, 0: at once, and the columns `dictionaries` as dictionaries of text.
     """
     filesystem, inner = storage.resolve(path)
     try:
-        with pq.ParquetFile(inner, filesystem=filesystem, buffer_size=buffer_size) as file:
+        with pq.ParquetFile(
+            inner,
+            filesystem=filesystem,
+            buffer_size=buffer_size,
+            read_dictionary=list(dictionaries),
+        ) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
         raise unreadable_parquet(path, error) from None
+
+
+def dictionary_columns(
+    metadata: pq.FileMetaData,
+    groups: Sequence[int],
+    names: Sequence[str],
+) -> list[str]:
+    """Return the columns of text among `names` that row groups store as dictionaries, with few
+    bytes per value.
+    """
+    rows = sum(metadata.row_group(number).num_rows for number in groups)
+    coded = []
+    for index in range(metadata.num_columns):
+        leaf = metadata.schema.column(index)
+        if leaf.path not in names or leaf.physical_type != "BYTE_ARRAY":
+            continue
+        chunks = [metadata.row_group(number).column(index) for number in groups]
+        size_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+        are_coded = all(chunk.has_dictionary_page for chunk in chunks)
+        if are_coded and size_bytes <= _CODED_BYTES * rows:
+            coded.append(leaf.path)
+    return coded
 
 
 def unreadable_parquet(path: str, error: BaseException) -> InputError:

@@ -26,7 +26,7 @@ from rayrec.data.formats.base import LineFormat, Roles
 from rayrec.data.formats.content import all_lines_match
 from rayrec.data.formats.tokens import Tokens, split_lines, table_of
 
-_LINE: Final = re.compile(rb"\d+(?: \d+)+ ?")
+_LINE: Final = re.compile(rb"\d+(?: \d+)* ?")
 
 
 @final

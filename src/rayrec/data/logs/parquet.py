@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.columns import check_columns, pick_columns
-from rayrec.data.formats.parquet import unreadable_parquet
+from rayrec.data.formats.parquet import dictionary_columns, unreadable_parquet
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import with_partitions
@@ -75,12 +75,19 @@ def _version(path: str) -> tuple[int, int] | None:
 
 
 def read_rows(
-    path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None
+    path: str,
+    start: int,
+    stop: int,
+    schema: Schema,
+    *,
+    columns: Sequence[str] | None = None,
+    dictionaries: bool = False,
 ) -> tuple[pa.Table, int]:
     """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the
     file. The columns are `schema.columns`, or `columns` among them, without optional ones that the
     file lacks, and FAULT if present. Partition columns come from the file's path. Neighbouring
-    column chunks are one request to a store. Raises InputError for unreadable or changed files.
+    column chunks are one request to a store. With `dictionaries`, single categories in text may be
+    dictionaries. Raises InputError for unreadable or changed files.
     """
     version = _version(path)
     footer = _footer(path, version)
@@ -97,13 +104,17 @@ def read_rows(
     check_columns(pick_columns(path, names_in_file), names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in names_in_file]
     chunks = column_chunks(footer.metadata, groups, stored)
-    file = _read_spans(path, footer.size_bytes, chunks)
+    spans = _read_spans(path, footer.size_bytes, chunks)
+    coded = None
+    if dictionaries and schema.tokens == "any":
+        coded = dictionary_columns(footer.metadata, groups, schema.singles)
+    file = pa.PythonFile(spans, mode="r")
     try:
-        with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
+        with pq.ParquetFile(file, metadata=footer.metadata, read_dictionary=coded) as parquet:
             table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise unreadable_parquet(path, error) from None
-    sum_ = checksum_of(file.span_bytes(*chunk) for chunk in chunks)
+    sum_ = checksum_of(spans.span_bytes(*chunk) for chunk in chunks)
     return with_partitions(table, path, schema, columns=names), sum_
 
 

@@ -63,7 +63,12 @@ def test_file_of_queries_groups_rows(tmp_path: Path) -> None:
     for name, counts in (("a", "2\n1\n"), ("b", "1\n1\n1\n")):
         (tmp_path / name).write_text("2 1:0.5\n0 3:1\n1 1:2\n")
         (tmp_path / f"{name}.query").write_text(counts)
-    schema = Schema(label="label", sparse=("group", "index"), lists=("index",), group="group")
+    schema = Schema(
+        label="label",
+        sparse=("group", "index"),
+        lists=("index",),
+        group="group",
+    )
     files = LogSource.at(str(tmp_path)).raw_files(schema)
     assert [storage.name_of(file.path) for file in files] == ["a", "b"]
     groups = [
@@ -82,7 +87,12 @@ def test_file_of_queries_groups_rows(tmp_path: Path) -> None:
         lambda: list(LibSvm().tables(files[0].path, schema, None)),
     )
     (tmp_path / "a.query").write_text("two\n")
-    rejects("a.query: must have the number of rows", LibSvm().columns, files[0].path, schema)
+    rejects(
+        "a.query: must have the number of rows",
+        LibSvm().columns,
+        files[0].path,
+        schema,
+    )
 
 
 def test_libsvm_rows_without_pairs_are_malformed() -> None:
@@ -173,6 +183,7 @@ def test_lines_of_users_are_rows_of_items() -> None:
 
 
 def test_lines_of_one_length_are_no_lines_of_users() -> None:
+    assert UserItems().recognizes(b"7 3 9\n8 \n9\n10 2\n")  # As in LightGCN's test sets
     assert not UserItems().recognizes(b"1 2 3\n4 5 6\n")
     assert not UserItems().recognizes(b"1 2 3\n4 b\n")
     assert not UserItems().recognizes(b"1 2 3\n")
@@ -233,7 +244,11 @@ def test_lines_without_json_objects_are_malformed() -> None:
 def test_deeply_nested_json_is_malformed() -> None:
     deep = '{"click": ' + "[" * 100_000 + "]" * 100_000 + "}"
     text = f'{{"click": 1}}\n{deep}\n{{"click": "a"}}\n'
-    assert rows_of(JsonLines(), text, ["click"]) == [{"click": "1"}, {}, {"click": "a"}]
+    assert rows_of(
+        JsonLines(),
+        text,
+        ["click"],
+    ) == [{"click": "1"}, {}, {"click": "a"}]
 
 
 @pytest.mark.parametrize("integer", [2**53 + 1, 2**63 - 1, 2**64 - 1])
@@ -250,7 +265,12 @@ def test_times_in_json_stay_text() -> None:
 # -- npz
 def test_npz_has_columns_and_lists(tmp_path: Path) -> None:
     path = str(tmp_path / "log.npz")
-    np.savez(path, y=np.array([1, 0]), user=np.array(["a", "b"]), v=np.arange(4).reshape(2, 2))
+    np.savez(
+        path,
+        y=np.array([1, 0]),
+        user=np.array(["a", "b"]),
+        v=np.arange(4).reshape(2, 2),
+    )
     assert Npz().columns(path, PLAIN) == ("y", "user", "v")
     (table,) = Npz().tables(path, PLAIN, ("v", "user", "absent"))
     assert table.to_pylist() == [{"v": [0, 1], "user": "a"}, {"v": [2, 3], "user": "b"}]
