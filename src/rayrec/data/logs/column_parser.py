@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.data.encoded_rows import JaggedIds, expand_ranges
+from rayrec.data.encoding.rules import age_gaps
 from rayrec.data.formats.row_faults import (
     FAULT,
     MALFORMED,
@@ -24,22 +25,20 @@ from rayrec.data.formats.row_faults import (
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
-    MAX_SECONDS,
     REJECTED,
     VALUE,
     Markers,
     Text,
     category_tokens,
     decimal_tokens,
-    epoch_seconds,
     float_tokens,
     integer_tokens,
     is_list,
     is_text,
     parse_integers,
     parse_numbers,
+    parse_times,
     plain_array,
-    read_times,
     resolved,
     split_lists,
     type_error,
@@ -82,6 +81,7 @@ _KINDS = (
     "not a row of the file's format",
     "not as many numbers as its vector has",
     "a value is missing",
+    "ages are not as many numbers as categories",
 )
 (
     NO_LABEL,
@@ -105,6 +105,7 @@ _KINDS = (
     FORM,
     LENGTH,
     MISSING,
+    LIST_AGES,
 ) = range(len(_KINDS))
 _FULL_ROW = -1
 _POSITION_BITS = 32
@@ -276,6 +277,21 @@ class ColumnParser:
             return pa.nulls(self.table.num_rows)
         return plain_array(self.table.column(name))
 
+    def categories(self, name: str) -> pa.Array:
+        """Return a column of single categories, which may be a dictionary of text."""
+        arrays = self._category_arrays(name)
+        return arrays[0] if len(arrays) == 1 else self.array(name)
+
+    def _category_arrays(self, name: str) -> list[pa.Array]:
+        """Return a column of single categories: its chunks if they are dictionaries of text, which
+        may differ, else one array.
+        """
+        if self.schema.tokens == "any" and name in self.names and name not in self.computed:
+            column = self.table.column(name)
+            if types.is_dictionary(column.type) and is_text(column.type.value_type):
+                return column.chunks
+        return [self.array(name)]
+
     def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
         return parse_numbers(self.array(name), name, self.type_error, times=times)
 
@@ -303,6 +319,10 @@ class ColumnParser:
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
             values = np.where(status == EMPTY, 0.0, values)
+        # Of most columns, all values are numbers or missing. No comparison is true for NaN.
+        if status.max(initial=VALUE) <= EMPTY and np.abs(values).max(initial=0.0) <= LIMIT:
+            missing = status == EMPTY
+            return np.where(missing, 0.0, values) if missing.any() else values, missing
         finite = np.isfinite(values)
         self.reject((status == REJECTED) | ~finite, NOT_FINITE, name)
         self.reject(np.abs(values) > LIMIT, TOO_LARGE, name)
@@ -362,20 +382,7 @@ class ColumnParser:
 
     def times(self, name: str) -> np.ndarray:
         """Return microseconds since 1970-01-01 00:00 UTC, int64 [rows]."""
-        array = self.array(name)
-        if is_text(array.type):
-            values, status = read_times(array)
-        else:
-            if types.is_boolean(array.type):
-                raise self.type_error(
-                    name,
-                    "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970",
-                )
-            seconds, status = self._numbers(name, times=True)
-            seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
-            good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
-            values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
-            status = np.where(good, VALUE, REJECTED)
+        values, status = parse_times(self.array(name), name, self.type_error)
         self.reject(status != VALUE, TIME, name)
         return values
 
@@ -385,24 +392,12 @@ class ColumnParser:
         lists = []
         positions = dict[str, np.ndarray]()
         for name in schema.sparse:
-            array = self.array(name)
             if name in schema.lists:
-                column, bad, kind, positions[name] = self._lists(array, name)
+                column, bad, kind, positions[name] = self._lists(self.array(name), name)
                 lists.append(column)
-            elif self.finds_faults and self._accepts_all(array, name):
-                continue
+                self.reject(bad, kind, name)
             else:
-                if is_list(array.type) and schema.tokens == "any":
-                    raise self.type_error(name, "name it in the schema's lists, or leave it out")
-                index = schema.positions[name]
-                status, kind = self._categories(
-                    array,
-                    name,
-                    block.categories[:, index - len(schema.dense)],
-                )
-                block.missing[:, index] = status == EMPTY
-                bad = status == REJECTED
-            self.reject(bad, kind, name)
+                self._fill_singles(block, name)
         for name in schema.sparse:
             other = schema.feature(name).aligned_with
             if other is not None:
@@ -414,12 +409,31 @@ class ColumnParser:
                 self.reject(bad, LIST_POSITIONS, name)
         return tuple(lists)
 
+    def _fill_singles(self, block: RawBlock, name: str) -> None:
+        """Fill the block's categories of one column, and their missing mask."""
+        index = self.schema.positions[name]
+        tokens = block.categories[:, index - len(self.schema.dense)]
+        status = np.full(block.rows, VALUE, np.uint8)
+        fault = NOT_UTF8
+        start = 0
+        for array in self._category_arrays(name):
+            rows = slice(start, start + len(array))
+            start += len(array)
+            if self.finds_faults and self._accepts_all(array, name):
+                continue
+            if is_list(array.type) and self.schema.tokens == "any":
+                raise self.type_error(name, "name it in the schema's lists, or leave it out")
+            status[rows], fault = self._categories(array, name, tokens[rows])
+        block.missing[:, index] = status == EMPTY
+        self.reject(status == REJECTED, fault, name)
+
     def _accepts_all(self, array: pa.Array, name: str) -> bool:
         """Return whether all values of a column are sure to be categories or missing, since any
         text in ASCII is.
         """
         takes_text = self.schema.tokens == "any" and name not in self.schema.integers
-        return takes_text and is_text(array.type) and Text.from_array(array).is_ascii
+        texts = array.dictionary if types.is_dictionary(array.type) else array
+        return takes_text and is_text(texts.type) and Text.from_array(texts).is_ascii
 
     def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
         """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of
@@ -484,7 +498,8 @@ class ColumnParser:
         feature = self.schema.feature(name)
         rows = len(array)
         if types.is_null(array.type):
-            weights = None if feature.weights is None else np.zeros(0, np.float32)
+            has_weights = feature.weights is not None or feature.ages is not None
+            weights = np.zeros(0, np.float32) if has_weights else None
             column = JaggedIds(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
             return column, np.zeros(rows, bool), NOT_UTF8, np.zeros(0, np.int64)
         items, lengths, bad = self.items(array, name, feature)
@@ -493,10 +508,13 @@ class ColumnParser:
         status, kind = self._categories(items, name, tokens)
         bad = np.zeros(rows, bool)
         weights = None
-        if feature.weights is not None:
-            weights, bad = self._list_weights(feature, lengths, status != EMPTY)
-            kind = LIST_WEIGHTS if bad.any() else kind
         present = status != EMPTY
+        if feature.weights is not None:
+            weights, bad = self._list_numbers(feature.weights, feature, lengths, present)
+            kind = LIST_WEIGHTS if bad.any() else kind
+        elif feature.ages is not None:
+            weights, bad = self._list_numbers(feature.ages, feature, lengths, present)
+            kind = LIST_AGES if bad.any() else kind
         positions = np.zeros(0, np.int64)
         if name in self._aligned:
             row_of = np.repeat(np.arange(rows), lengths)
@@ -508,6 +526,10 @@ class ColumnParser:
             bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
             tokens = np.ascontiguousarray(tokens[present])
             weights = None if weights is None else weights[present]
+        if feature.ages is not None and weights is not None:
+            weights = age_gaps(weights, lengths)
+        elif weights is not None:
+            weights = weights.astype(np.float32)
         column = JaggedIds(tokens, lengths.astype(np.int32), weights)
         return (
             column if feature.max_length is None else column.last(feature.max_length),
@@ -562,42 +584,40 @@ class ColumnParser:
         row_of = np.repeat(np.arange(rows), lengths)[present]
         return items.take(pa.array(present)), tokens[present], np.bincount(row_of, minlength=rows)
 
-    def _list_weights(
+    def _list_numbers(
         self,
+        name: str,
         feature: Feature,
         lengths: np.ndarray,
         present: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool
-        [rows]. `present` marks the items that are categories, bool. A row is rejected if its weight
-        and item counts differ, or if a category's weight is not a finite number. A row without
-        categories may also have no weights.
+        """Return the number of each list item in a column of weights or ages, float64
+        [sum(lengths)], and the rejected rows, bool [rows]. `present` marks the items that are
+        categories, bool. A row is rejected if it has more or fewer numbers than items, or if a
+        category's one is not a finite number. A row without categories may also have no numbers,
+        and any row no ages, which are then 0.
         """
-        name = feature.weights or ""
         array = self.array(name)
-        weights = np.zeros(len(present), np.float32)
-        num_weights = np.zeros(len(lengths), np.int64)
+        numbers = np.zeros(len(present))
+        counts = np.zeros(len(lengths), np.int64)
         values = np.zeros(0)
         status = np.zeros(0, np.uint8)
         if not types.is_null(array.type):
-            items, num_weights, bad = self.items(array, name, feature)
+            items, counts, bad = self.items(array, name, feature)
             self.reject(bad, BRACKET, name)
             values, status = parse_numbers(items, name, self.type_error)
         good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
-        fits = num_weights == lengths
+        fits = counts == lengths
         targets = expand_ranges(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
-        sources = expand_ranges(np.cumsum(num_weights)[fits] - num_weights[fits], num_weights[fits])
-        weights[targets] = np.where(good[sources], values[sources], 0)
+        sources = expand_ranges(np.cumsum(counts)[fits] - counts[fits], counts[fits])
+        numbers[targets] = np.where(good[sources], values[sources], 0)
         wrong = np.zeros(len(present), bool)
         wrong[targets] = ~good[sources] & present[targets]
-        row_of = np.repeat(np.arange(len(lengths)), lengths)
         rows = len(lengths)
-        empty = np.bincount(row_of[present], minlength=rows) == 0
-        empty &= (
-            np.bincount(
-                np.repeat(np.arange(rows), num_weights)[status != EMPTY],
-                minlength=rows,
-            )
-            == 0
-        )
-        return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)
+        row_of = np.repeat(np.arange(rows), lengths)
+        row_of_number = np.repeat(np.arange(rows), counts)[status != EMPTY]
+        empty = np.bincount(row_of_number, minlength=rows) == 0
+        if feature.weights is not None:
+            empty &= np.bincount(row_of[present], minlength=rows) == 0
+        is_wrong = np.bincount(row_of[wrong], minlength=rows) > 0
+        return numbers, (~fits | is_wrong) & ~empty

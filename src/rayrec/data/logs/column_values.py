@@ -96,22 +96,44 @@ def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> n
     )
 
 
+def _values_of(
+    array: pa.Array,
+    dtype: type[np.generic],
+) -> tuple[np.ndarray, tuple[np.ndarray | None, int]]:
+    """Return the values of a fixed-width Arrow array, [values], undefined for null; and its
+    validity bits, uint8, with the index of the first one. None: all are present. Shares its memory.
+    """
+    bits, values = array.buffers()
+    valid = np.frombuffer(bits, np.uint8) if array.null_count else None
+    item_bytes = np.dtype(dtype).itemsize
+    numbers = np.frombuffer(values or b"", dtype, len(array), item_bytes * array.offset)
+    return numbers, (valid, array.offset)
+
+
+def _present_words(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the values of an Arrow array of 8 bytes each to `out` (contiguous), 0 for null, and
+    return their status, uint8 [values].
+    """
+    values, validity = _values_of(array, np.uint64)
+    status = np.empty(len(array), np.uint8)
+    call("rayrec_present_words", values, *validity, len(array), out, status)
+    return status
+
+
 def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """Write the tokens of an Arrow array with integers of any width, or booleans (0 and 1), and
     return their status.
     """
-    if types.is_boolean(array.type):
-        array = pc.cast(array, pa.uint8())
-    values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
-    out.view(np.uint64 if types.is_uint64(array.type) else np.int64)[:] = values
+    wide = array if types.is_uint64(array.type) else pc.cast(array, pa.int64())
+    status = _present_words(wide, out)
     if types.is_uint64(array.type):
         # CSV files cannot tell unsigned from signed integers: there, text beyond int64 is hashed.
-        large = np.flatnonzero(values >= 2**63)
+        large = np.flatnonzero(out >= 2**63)
         if len(large):
             tokens = np.empty(len(large), np.uint64)
-            text_tokens(pc.cast(pa.array(values[large]), pa.string()), tokens)
+            text_tokens(pc.cast(pa.array(out[large]), pa.string()), tokens)
             out[large] = tokens
-    return _empty(array)
+    return status
 
 
 def category_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
@@ -122,19 +144,16 @@ def category_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) 
         return integer_tokens(array, out)
     if not types.is_dictionary(array.type):
         return text_tokens(array, out, booleans=booleans)
-    # One more than the dictionary has, for null
-    count = len(array.dictionary)
-    tokens = np.zeros(count + 1, np.uint64)
-    status = np.full(count + 1, EMPTY, np.uint8)
-    status[:count] = text_tokens(
+    tokens = np.empty(len(array.dictionary), np.uint64)
+    statuses = text_tokens(
         array.dictionary,
-        tokens[:count],
+        tokens,
         booleans=booleans,
     )
-    indices = pc.fill_null(array.indices, count)
-    numbers = indices.to_numpy(zero_copy_only=False)
-    np.take(tokens, numbers, out=out)
-    return status[numbers]
+    codes, validity = _values_of(pc.cast(array.indices, pa.int32()), np.int32)
+    status = np.empty(len(array), np.uint8)
+    call("rayrec_coded_tokens", codes, *validity, len(array), tokens, statuses, out, status)
+    return status
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,11 @@ class Markers:
         """Replace the markers among the values of a text column by null. Columns of other types are
         returned unchanged.
         """
-        if not len(self.texts) or not is_text(array.type):
+        if not len(self.texts):
+            return array
+        if types.is_dictionary(array.type):
+            return pa.DictionaryArray.from_arrays(array.indices, self.to_null(array.dictionary))
+        if not is_text(array.type):
             return array
         array = pc.cast(array, pa.large_binary())
         marked = pc.is_in(array, value_set=self.texts)
@@ -280,6 +303,8 @@ def type_error(table_schema: pa.Schema, path: str) -> MakeError:
 
 MAX_SECONDS = 2.0**42
 """Maximum seconds from 1970: 139,000 years, whose microseconds fit an int64."""
+_EXACT_SECONDS = 2**53 // 10**6
+"""Seconds whose microseconds a float64 has exactly. Larger numbers may be of another unit."""
 
 
 def epoch_seconds(numbers: np.ndarray) -> np.ndarray:
@@ -317,10 +342,15 @@ def read_times(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np
     binary = pc.cast(array, pa.large_binary())
     status = Text.from_array(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
-    seconds, _ = text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
+    is_number = status == VALUE
+    are_numbers = bool(is_number.all())
+    numbers = binary if are_numbers else pc.if_else(pa.array(is_number), binary, null)
+    seconds, _ = text_numbers(numbers)
     seconds = epoch_seconds(seconds)
-    good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
+    good = is_number & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+    if are_numbers:
+        return values, np.where(good, VALUE, REJECTED).astype(np.uint8)
     text = pc.cast(
         pc.if_else(pc.match_substring_regex(binary, ISO_TIME), binary, null), pa.large_string()
     )
@@ -386,15 +416,21 @@ def resolved(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if types.is_dictionary(array.type) else array
 
 
-def is_text(kind: pa.DataType) -> bool:
-    views = types.is_string_view(kind) or types.is_binary_view(kind)
-    return (
-        views
-        or types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
+_TEXT_TYPES = frozenset(
+    kind.id
+    for kind in (
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
     )
+)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return kind.id in _TEXT_TYPES
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -402,6 +438,13 @@ def is_list(kind: pa.DataType) -> bool:
     return (
         views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     )
+
+
+def _zero_filled(array: pa.Array) -> np.ndarray:
+    """Return numbers with 0 for null."""
+    if array.null_count:
+        array = pc.fill_null(array, 0)
+    return array.to_numpy(zero_copy_only=False)
 
 
 def _empty(array: pa.Array) -> np.ndarray:
@@ -416,6 +459,8 @@ def text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     array = pc.cast(array, pa.large_binary())
     values = np.empty(len(array))
     status = Text.from_array(array).call("rayrec_text_numbers", values)
+    if status.max(initial=VALUE) <= EMPTY:
+        return values, status
     # Numbers of many digits or with large exponents, which Arrow rounds correctly
     long = np.flatnonzero(status == _LONG)
     if len(long):
@@ -480,8 +525,30 @@ def parse_numbers(
         or types.is_decimal(array.type)
     ):
         raise make_error(name, "numbers are needed; convert it, or leave it out of the schema")
-    values = pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
-    return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
+    numbers = pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
+    values = np.empty(len(array))
+    return values, _present_words(numbers, values)
+
+
+def parse_times(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.ndarray, np.ndarray]:
+    """Return (int64 microseconds since 1970-01-01 00:00 UTC, status) of dates, times, or numbers
+    since 1970. Missing times are REJECTED.
+    """
+    if is_text(array.type):
+        return read_times(array)
+    if types.is_boolean(array.type):
+        raise make_error(
+            name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+        )
+    if types.is_integer(array.type) and len(array) and not array.null_count:
+        numbers = array.to_numpy()
+        if numbers.min() > -_EXACT_SECONDS and numbers.max() < _EXACT_SECONDS:
+            return numbers.astype(np.int64) * 10**6, np.full(len(numbers), VALUE, np.uint8)
+    seconds, status = parse_numbers(array, name, make_error, times=True)
+    seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
+    good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
+    values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+    return values, np.where(good, VALUE, REJECTED)
 
 
 def parse_integers(
@@ -495,7 +562,7 @@ def parse_integers(
         return values, Text.from_array(array).call("rayrec_text_integers", values)
     if types.is_integer(array.type):
         status = _empty(array)
-        values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
+        values = _zero_filled(array)
         if values.dtype == np.uint64:
             values = np.minimum(values, LIMIT)
         values = values.astype(np.int64)

@@ -5,7 +5,9 @@ rewritten from Parquet or text.
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +44,7 @@ _SAMPLED_ROWS = 2000
 _FEW_VALUES = 500
 """Rows whose values are counted, and the maximum distinct values of text with a dictionary."""
 _TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_TABLES_AHEAD = 1
 _GROUPS_AHEAD = 5
 """Row groups that are ready to be written. One table of text makes about three."""
 _VALID = "rayrec.valid"
@@ -217,16 +220,16 @@ def _with_text(table: pa.Table, extra: Sequence[str], path: str) -> pa.Table:
     return table
 
 
-# A text file becomes Parquet in four stages. A thread is responsible for the first two, and some
-# row groups ahead of the third, which takes as long as both:
+# A text file becomes Parquet in four stages. Each has a thread, and the first two are some tables
+# and row groups ahead of the next one:
 #
 #   split     the format yields the columns as text
 #   check     the text is parsed as a reader will parse it, for the counts that an index needs, so
 #             that the new file need not be read back. A column is added, since row groups have
 #             other limits than these tables
 #   write     the text is compressed
-#   publish   another thread sums the bytes of a full file, and waits for the disk, while the next
-#             one is written
+#   publish   the bytes of a full file are summed, while the disk writes them and the next file is
+#             made
 @dataclass(frozen=True)
 class _CheckedGroup:
     """Rows of a new row group."""
@@ -311,7 +314,8 @@ def _write_files(
                     faults.add(group.faults)
                     group = next(groups, None)
             metadata = pq.read_metadata(local)
-            data = np.memmap(local, np.uint8, "r")
+            # Parts of plain arrays are made faster than those of np.memmap
+            data = np.asarray(np.memmap(local, np.uint8, "r"))
             publish = stack.pop_all()
         yield _NewFile(path, sizes, valid_rows, faults, metadata, data, publish)
         number += 1
@@ -327,14 +331,17 @@ def _published(file: _NewFile, *, source: str, schema: Schema, segment_bytes: in
     rows = []
     checksums = []
     first = 0
-    for segment in segments_of(file.groups, segment_bytes):
-        last = first + segment.groups
-        chunks = column_chunks(file.metadata, range(first, last), stored)
-        ranges.append((segment.start, segment.stop))
-        rows.append(sum(file.valid_rows[first:last]))
-        checksums.append(checksum_of(file.data[start:stop] for start, stop in chunks))
-        first = last
-    file.publish.close()
+    with ThreadPoolExecutor(1) as thread:
+        # The disk writes the file meanwhile
+        published = thread.submit(copy_context().run, file.publish.close)
+        for segment in segments_of(file.groups, segment_bytes):
+            last = first + segment.groups
+            chunks = column_chunks(file.metadata, range(first, last), stored)
+            ranges.append((segment.start, segment.stop))
+            rows.append(sum(file.valid_rows[first:last]))
+            checksums.append(checksum_of(file.data[start:stop] for start, stop in chunks))
+            first = last
+        published.result()
     checks = SegmentChecks(ranges, rows, checksums, file.faults.to_dict())
     return ParquetPart(source, file.path, 0, file.groups, checks)
 
@@ -351,7 +358,8 @@ def _rewrite(
     """Write the rows of a log's file as Parquet, and return the new files, each of which begins at
     row 0.
     """
-    groups = _checked_groups(tables, schema, segment_bytes, source=source)
+    split = storage.read_ahead(iter(tables), name="split", ahead=_TABLES_AHEAD)
+    groups = _checked_groups(split, schema, segment_bytes, source=source)
     ahead = storage.read_ahead(groups, name="rows", ahead=_GROUPS_AHEAD)
     publish = functools.partial(
         _published, source=source, schema=schema, segment_bytes=segment_bytes

@@ -5,6 +5,7 @@ segment.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -257,7 +258,7 @@ def _check_task(chunks: Sequence[_Chunk], *, schema: Schema) -> pa.Table:
     """Read and parse each segment of some chunks; reply with the checks of each chunk."""
     ranges = [(chunk.part.path, *range_) for chunk in chunks for range_ in chunk.ranges]
     tables = storage.in_parallel(
-        lambda range_: read_rows(*range_, schema), ranges, path=ranges[0][0]
+        lambda range_: read_rows(*range_, schema, dictionaries=True), ranges, path=ranges[0][0]
     )
     replies = []
     for chunk in chunks:
@@ -287,15 +288,36 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
         path=segments[0].path,
     )
     blocks = []
-    for segment in segments:
+    for _, group in itertools.groupby(segments, lambda each: (each.path, each.sample is None)):
+        batch = list(group)
         with stage("read"):
-            table = next(tables)
+            read = [next(tables) for _ in batch]
         with stage("parse"):
-            raw = _parsed(table, segment, schema)
+            blocks += _parsed_batch(read, batch, schema)
+    return RawBlock.concatenated(blocks)
+
+
+# Tables without a sample are parsed as one: of small ones, the calls for each column take longer
+# than their values.
+def _parsed_batch(
+    tables: Sequence[pa.Table], segments: Sequence[Segment], schema: Schema
+) -> list[RawBlock]:
+    """Parse segments of one file, given all rows of their ranges. Raises InputError if they changed
+    since the log was indexed.
+    """
+    first = segments[0]
+    is_equal = all(table.schema == tables[0].schema for table in tables)
+    if first.sample is None and is_equal:
+        raw, _ = parse_table(pa.concat_tables(tables), schema, path=first.path)
+        if raw.rows == sum(segment.rows for segment in segments):
+            return [raw]
+    blocks = []
+    for table, segment in zip(tables, segments, strict=True):
+        raw = _parsed(table, segment, schema)
         if raw.rows != segment.rows:
             raise changed(segment.path, segment.start, segment.stop, "rows")
         blocks.append(raw)
-    return RawBlock.concatenated(blocks)
+    return blocks
 
 
 def _parsed(table: pa.Table, segment: Segment, schema: Schema) -> RawBlock:
@@ -349,7 +371,8 @@ def _read_table(segment: Segment, schema: Schema) -> pa.Table:
     """Read a segment's rows, including invalid ones. Raises InputError if they changed since the
     log was indexed.
     """
-    table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema)
+    rows = (segment.path, segment.start, segment.stop)
+    table, sum_ = read_rows(*rows, schema, dictionaries=True)
     if segment.checksum is not None and sum_ != segment.checksum:
         raise changed(segment.path, segment.start, segment.stop, "rows")
     return table

@@ -13,7 +13,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.engine import TaskContext
 from rayrec.data.formats import csv_reader
+from rayrec.data.formats import parquet as formats_parquet
 from rayrec.data.formats.csv_reader import CsvRange, read_csv, row_start
 from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
 from rayrec.data.logs import parquet, rewritten, table_log
@@ -1560,3 +1561,52 @@ def test_rewritten_csv_compresses_long_text(tmp_path: Path) -> None:
     group = pq.read_metadata(path).row_group(0)
     codecs = {group.column(i).path_in_schema: group.column(i).compression for i in range(3)}
     assert codecs == {"click": "LZ4", "page": "LZ4", "number": "UNCOMPRESSED"}
+
+
+def coded_log(folder: Path, *, rows: int, group_rows: int) -> tuple[LogIndex, Schema]:
+    """Write a log with text of few values, many values and lists, and index it."""
+    rng = random.Random(0)
+    table = pa.table(
+        {
+            "y": [row % 2 for row in range(rows)],
+            "few": [rng.choice(["a", "12", "", "none", "true", None]) for _ in range(rows)],
+            "many": [f"https://example.org/{row}" for row in range(rows)],
+            "tags": [[rng.choice("ab")] * (row % 3) for row in range(rows)],
+            "user": [rng.choice([1, None]) for _ in range(rows)],
+        }
+    )
+    schema = LABELLED.replace(
+        sparse=("few", "many", "tags", "user"), lists=("tags",), missing=("none", "NA")
+    )
+    pq.write_table(table, folder / "a.parquet", row_group_size=group_rows)
+    return index_of([folder / "a.parquet"], schema, folder / "cache", 1 << 15), schema
+
+
+@pytest.mark.parametrize("group_rows", [100, 1000])
+def test_repeated_text_is_read_as_dictionaries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rows: int
+) -> None:
+    index, schema = coded_log(tmp_path, rows=3000, group_rows=group_rows)
+    (first, *_) = index.segments
+    table, _ = parquet.read_rows(first.path, first.start, first.stop, schema, dictionaries=True)
+    coded = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
+    assert coded == ["few"]
+    raw = read_tables(index.segments, schema)
+    monkeypatch.setattr(formats_parquet, "_CODED_BYTES", 0)
+    assert_same(read_tables(index.segments, schema), raw)
+
+
+def test_segments_of_one_file_are_parsed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, schema = coded_log(tmp_path, rows=3000, group_rows=1000)
+    assert len(index.segments) == 3
+    together = read_tables(index.segments, schema)
+    alone = RawBlock.concatenated([read_tables([each], schema) for each in index.segments])
+    assert_same(together, alone, ignored="files")
+    parsed = mock.Mock(wraps=parse_table)
+    monkeypatch.setattr(table_log, "parse_table", parsed)
+    read_tables(index.segments, schema)
+    parsed.assert_called_once()
+    last = replace(index.segments[-1], rows=999)
+    rejects("a.parquet: rows 2000-3000", read_tables, [*index.segments[:-1], last], schema)

@@ -28,7 +28,7 @@ from rayrec.data.logs.column_values import (
     type_error,
 )
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.data.materialized.formats import from_named_columns
+from rayrec.data.materialized.formats import from_named_columns, named_columns
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.schema import Feature, Label, LabelRule, Schema, load_schema
@@ -371,6 +371,78 @@ def test_list_weights_use_mark_of_list() -> None:
     raw, faults = parse_table(pa.table({"s": ["a^b", "a"], "w": ["1^0.5", "2"]}), schema)
     assert raw.lists[0].weights is not None
     assert (raw.lists[0].weights.tolist(), faults.total) == ([1, 0.5, 2], 0)
+
+
+AGED = Schema(
+    label=None,
+    sparse=("item",),
+    lists=("item",),
+    features=(Feature(name="item", ages="age", max_length=3),),
+)
+
+
+def test_ages_become_seconds_to_next_item() -> None:
+    """Without missing items, and exact for any age."""
+    year = 31_536_000.0
+    items = [["a", "b", None, "c"], [], ["d"], ["a", "b", "c", "d"], ["e", "f"], ["g", "h"]]
+    ages = [
+        [10.0, 7.5, None, 1.0],
+        [],
+        None,
+        [9 * year + 4.25, 9 * year + 1.25, 9 * year, 0.5],
+        [0.0, -2.0],
+        [None, None],
+    ]
+    raw, faults = parse_table(pa.table({"item": items, "age": ages}), AGED)
+    assert raw.lists[0].weights is not None
+    gaps = np.split(raw.lists[0].weights, raw.lists[0].offsets[1:-1])
+    assert [own.tolist() for own in gaps] == [
+        [2.5, 6.5, 1.0],
+        [],
+        [0.0],
+        [1.25, 9 * year, 0.5],
+        [2.0, -2.0],
+        [0.0, 0.0],
+    ]
+    assert not faults.total
+
+
+def test_seconds_between_items_are_encoded_alike(tmp_path: Path) -> None:
+    """By the Preprocessor, encode.py, and in preprocessed rows. Unknown ages, and those of rows
+    without items, are 0.
+    """
+    rows = [
+        {"item": ["a", None, "b"], "age": [70.0, None, 2.5]},
+        {"item": [], "age": None},
+        {"item": ["b", "c"], "age": None},
+        {"item": ["a", "b", "c", "d"], "age": [9.0, 8.0, 5.0, 1.0]},
+    ]
+    raw, _ = parse_table(pa.Table.from_pylist(rows), AGED)
+    preprocessor = build_preprocessor(raw)
+    preprocessor.save(str(tmp_path))
+    encoded = preprocessor.encode(raw)
+    (ids,) = encoded.ids
+    assert isinstance(ids, JaggedIds)
+    assert ids.weights is not None
+    assert ids.weights.tolist() == [67.5, 2.5, 0, 0, 0, 3, 4, 1]
+    (stored,) = from_named_columns(named_columns(encoded, AGED), AGED).ids
+    assert isinstance(stored, JaggedIds)
+    _, (plain,) = Encoder(str(tmp_path)).encode(rows)
+    for other in (plain, (stored.values, stored.lengths, stored.weights)):
+        for part, expected in zip(other, (ids.values, ids.lengths, ids.weights), strict=True):
+            np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("ages", [[1.0], [1.0, None], [1.0, float("inf")], [1.0, 2.0, 3.0]])
+def test_other_ages_are_faults(ages: list[float | None]) -> None:
+    _, faults = parse_table(pa.table({"item": [["a", "b"]], "age": [ages]}), AGED)
+    assert faults.counts == {"ages are not as many numbers as categories": 1}
+
+
+def test_settings_of_ages_are_checked() -> None:
+    rejects("must have weights or ages, got both", Feature, name="a", weights="w", ages="t")
+    plain = {"label": None, "sparse": ("a",), "features": (Feature(name="a", ages="t"),)}
+    rejects("has max_length, weights, ages or list_delimiter", Schema, **plain)
 
 
 def test_list_mark_may_be_delimiter_in_quotes() -> None:
