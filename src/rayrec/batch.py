@@ -52,6 +52,10 @@ class Batch:
     """Features whose embeddings the model takes one by one, like `sparse_features`. No other field
     contains them.
     """
+    gaps: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Seconds from each id of a feature in `sequence_features` to the next one in its row, from the
+    last one to the row's time, float32 [ids], by feature. Those with times only.
+    """
     row_numbers: RowNumbers | None = None
     """Row numbers for the loop to count, empty for a filler. None in copies on a device and in
     parts.
@@ -77,11 +81,12 @@ class Batch:
         }
         changed["tensors"] = {name: change(tensor) for name, tensor in self.tensors.items()}
         changed["labels"] = {name: change(tensor) for name, tensor in self.labels.items()}
+        changed["gaps"] = {name: change(tensor) for name, tensor in self.gaps.items()}
         changed["row_numbers"] = row_numbers
         return replace(self, **changed)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.tensors.values(), *self.labels.values()):
+        for tensor in (*self.tensors.values(), *self.labels.values(), *self.gaps.values()):
             tensor.record_stream(stream)
         if self.weights is not None:
             self.weights.record_stream(stream)

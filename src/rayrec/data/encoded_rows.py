@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy, numpy_rows
+from rayrec.native import call
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class JaggedIds:
     lengths: np.ndarray
     """Number of ids of each row, int32 [rows]."""
     weights: np.ndarray | None = None
-    """Weight of each id, float32. None: 1 each."""
+    """Weight of each id, float32, None: 1 each. In a column with `Feature.ages`, the seconds from
+    each id to the next one, from the last one to the row's time.
+    """
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -68,6 +71,21 @@ def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(
         ends[-1] if len(ends) else 0, dtype=np.int64
     )
+
+
+def take_ranges(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenate the ranges [starts[i], starts[i] + lengths[i]) of values. Both are int64."""
+    out = np.empty(int(lengths.sum()), values.dtype)
+    call(
+        "rayrec_take_ranges",
+        values,
+        values.itemsize,
+        starts,
+        lengths,
+        len(starts),
+        out,
+    )
+    return out
 
 
 def concatenate_optional(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -286,6 +286,7 @@ class BatchSlicer:
         self._keys = inputs.sparse
         self._labels = inputs.label_names
         self._weighted = bool(inputs.list_weights)
+        self._aged = {name: inputs.sparse.index(name) for name in inputs.aged}
         self._tables = {
             key: np.arange(rows, dtype=np.int32) if isinstance(rows, int) else rows
             for key, rows in (tables or {}).items()
@@ -340,6 +341,7 @@ class BatchSlicer:
             groups=_tensor(_optional(slices, "groups")),
             timestamps=_tensor(_optional(slices, "timestamps")),
             sequence_features=self._sequences(ids, count, step=(epoch, first_row)),
+            gaps={name: _gaps(ids[number]) for name, number in self._aged.items()},
             row_numbers=None if row_numbers is None else RowNumbers(epoch, row_numbers),
         )
 
@@ -434,6 +436,13 @@ def _optional(slices: Sequence[_Slice], name: str) -> np.ndarray | None:
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
     return None if values is None else torch.from_numpy(values)
+
+
+def _gaps(ids: Ids) -> torch.Tensor:
+    """Return the seconds between the ids of a list, float32 [ids]."""
+    if not isinstance(ids, JaggedIds) or ids.weights is None:  # Of a batch without rows
+        return torch.zeros(ids.values.size if isinstance(ids, JaggedIds) else 0)
+    return torch.from_numpy(ids.weights)
 
 
 class SharedBufferColumns(list[np.ndarray]):

@@ -14,6 +14,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.counts import CountingIndexer, Counts
 from rayrec.data.encoding.extension import Extension, extension_rules, with_id_tables
 from rayrec.data.encoding.extension import extend as extend_preprocessor
+from rayrec.data.encoding.name_search import find_names
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
@@ -202,7 +203,7 @@ def _counted_rows(index: LogIndex, config: PreparationConfig, rules: Preset) -> 
 
 def row_sets(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
     """Return the row ranges of the sets, or None if no rows are held out."""
-    return None if config.split == "none" else config.rules.split.rows(index)
+    return None if config.split_of_lists is None else config.split_of_lists.rows(index)
 
 
 @contextmanager
@@ -223,6 +224,23 @@ def _counted(
         if spilled := counts.spilled():
             console.note(f"{spilled}; --memory-bytes sets the limit")
         yield counts
+
+
+def _with_item_names(
+    preprocessor: Preprocessor,
+    index: LogIndex,
+    config: PreparationConfig,
+    engine: Engine,
+) -> Preprocessor:
+    """Return the Preprocessor with the texts of listed items, which preprocessed rows lack. Others
+    are returned unchanged.
+    """
+    columns = config.schema.sequence
+    if columns is None:
+        return preprocessor
+    parts = tuple(index.parts(*_counted_rows(index, config, config.rules)))
+    names = find_names(preprocessor, columns.item, parts, engine=engine)
+    return preprocessor if names is None else preprocessor.with_names(names)
 
 
 Format = Literal[WritableFormat, "mds"]
@@ -259,9 +277,8 @@ def preprocess(
         reject_options(config, PreparationConfig(), why, but=("address", "files"))
         reject_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
-    reject_options(
-        text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}"
-    )
+    why = f"an option for text (--format mds), not for --format {rows.format}"
+    reject_options(text, TextConfig(), why)
     config = config.adapted(path, preprocessor=rows.preprocessor)
     preprocessor = load_matching_preprocessor(rows.preprocessor, config.schema)
     if preprocessor is None:
@@ -284,6 +301,7 @@ def preprocess(
         if used is None:
             with _counted(index, counting, config, config.rules, running, console) as counts:
                 used = make_preprocessor(config.rules, counting.schema, counts)
+            used = _with_item_names(used, index, config, running)
         result = writing.preprocess(
             index,
             preprocessor=used,

@@ -486,7 +486,7 @@ def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
 
 def find_problems(counts: Counts, inputs: Schema) -> list[str]:
     """Return sentences on problems of the counted rows: labels of one class, or columns in `inputs`
-    without a value.
+    without a value, other than those that files may lack.
     """
     problems = []
     if counts.rows and counts.labels.sum() and not counts.labels.all():
@@ -499,7 +499,7 @@ def find_problems(counts: Counts, inputs: Schema) -> list[str]:
     empty = [
         name
         for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True)
-        if not values
+        if not values and name not in inputs.optional
     ]
     if counts.rows and empty:
         problems.append(

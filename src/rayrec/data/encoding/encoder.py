@@ -308,20 +308,27 @@ class Encoder:
         ids: Sequence[Ids]
         if schema.tokens == "hexadecimal":
             dense, ids = self._by_kernel(self._derivation.from_minimum(block), order)
-        else:
+        elif order is None or len(order) < block.rows:
             block, order = block if order is None else block.take(np.asarray(order, np.int64)), None
             dense, ids = self._by_rules(block)
+        else:
+            # Of all rows, encoded values are permuted: they have fewer bytes than raw ones
+            dense, ids = self._by_rules(block)
+            dense = dense.take(order, axis=0)
+            ids = [each.take(order) for each in ids]
         if self._multi_hot is not None:
             one_hot = [column for column in ids if isinstance(column, np.ndarray)]
             ids = self._multi_hot.expand(
                 one_hot, [column.num_embeddings for column in self._categories]
             )
-        labels = (
-            block.labels
-            if order is None
-            else {name: values[order] for name, values in block.labels.items()}
-        )
-        return EncodedRows(dense, ids, labels, block.weights, timestamps=block.times)
+        labels = block.labels
+        weights = block.weights
+        times = block.times
+        if order is not None:
+            labels = {name: values[order] for name, values in labels.items()}
+            weights = None if weights is None else weights[order]
+            times = None if times is None else times[order]
+        return EncodedRows(dense, ids, labels, weights, timestamps=times)
 
     def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
         """Return the ids of categories in one column."""
@@ -392,7 +399,10 @@ class Encoder:
         for index, (rule, name) in enumerate(zip(self._categories, schema.sparse, strict=True)):
             values = block.column(name)
             if isinstance(values, JaggedIds):
-                ids.append(_bags(self.ids(values.values, index), values, rule.missing_id))
+                # No time passes between the missing category of an empty list and the row's time
+                weight = 0.0 if name in schema.aged else 1.0
+                item_ids = self.ids(values.values, index)
+                ids.append(_bags(item_ids, values, rule.missing_id, weight=weight))
             else:
                 ids.append(
                     rule.encode(
@@ -415,8 +425,10 @@ class Encoder:
         return ids_of
 
 
-def _bags(ids: np.ndarray, lists: JaggedIds, missing_id: int) -> JaggedIds:
-    """Return the ids of lists as bags with at least one id each."""
+def _bags(ids: np.ndarray, lists: JaggedIds, missing_id: int, *, weight: float) -> JaggedIds:
+    """Return the ids of lists as bags with at least one id each. An empty list gets the missing id
+    with `weight`.
+    """
     lengths = np.maximum(lists.lengths, 1)
     if len(ids) == lengths.sum():  # No list is empty
         return JaggedIds(ids, lengths, lists.weights)
@@ -425,6 +437,6 @@ def _bags(ids: np.ndarray, lists: JaggedIds, missing_id: int) -> JaggedIds:
     values[indices] = ids
     if lists.weights is None:
         return JaggedIds(values, lengths)
-    weights = np.ones(len(values), np.float32)
+    weights = np.full(len(values), weight, np.float32)
     weights[indices] = lists.weights
     return JaggedIds(values, lengths, weights)

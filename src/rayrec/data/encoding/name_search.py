@@ -15,16 +15,13 @@ from rayrec.data.arrow import arrow_numbers, as_numpy
 from rayrec.data.encoding.category_names import CategoryNames
 from rayrec.data.encoding.known_categories import VocabularyLookup
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.engine import Shared, StreamEngine, grouped
+from rayrec.data.engine import Engine, InProcess, Shared, StreamEngine, grouped
 from rayrec.data.logs.column_values import is_text
 from rayrec.data.logs.index import SegmentRange
 from rayrec.data.logs.reading import Categories, read_categories
 from rayrec.schema import Schema
 
-_BOOLEANS: Final = pa.array(
-    [b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"],
-    pa.large_binary(),
-)
+_BOOLEANS: Final = (b"true", b"True", b"TRUE", b"false", b"False", b"FALSE")
 """Texts that are the integers 1 and 0 (`Schema.category_rules` 2)."""
 _TASK_ROWS: Final = 1 << 21
 """Maximum rows of a task that looks for texts."""
@@ -43,7 +40,7 @@ def find_names(
     column: str,
     parts: Sequence[SegmentRange],
     *,
-    engine: StreamEngine,
+    engine: Engine,
 ) -> CategoryNames | None:
     """Find the texts of a column's vocabulary in the rows of a log. Columns that share the
     vocabulary are read, too. Of different texts with one token, the first in file order counts,
@@ -61,7 +58,9 @@ def find_names(
     before = preprocessor.names
     if before is not None and before.column == column:
         collected.add_first(before)
-    shared = engine.share(preprocessor)
+    shared: Shared[Preprocessor] = InProcess(preprocessor)
+    if isinstance(engine, StreamEngine):
+        shared = engine.share(preprocessor)
     function = functools.partial(_names_in, preprocessor=shared, columns=columns)
     tasks = grouped(parts, lambda part: part.rows, max_bytes=_TASK_ROWS, overflows=True)
     for table in engine.run("names", function, tasks):
@@ -118,7 +117,9 @@ def _texts(items: pa.Array, tokens: np.ndarray, column: str, schema: Schema) -> 
     integers = pc.cast(arrow_numbers(tokens.view(np.int64)), pa.large_string())
     is_integer = pc.equal(text, integers)
     if is_text(kind) and schema.category_rules >= 2:
-        is_boolean = pc.is_in(pc.cast(text, pa.large_binary()), value_set=_BOOLEANS)
+        # Made here, as Arrow imports pandas for the first array of Python objects.
+        booleans = pa.array(_BOOLEANS, pa.large_binary())
+        is_boolean = pc.is_in(pc.cast(text, pa.large_binary()), value_set=booleans)
         is_integer = pc.or_(is_integer, is_boolean)
     return pc.if_else(is_integer, pa.scalar(None, pa.large_string()), text)
 

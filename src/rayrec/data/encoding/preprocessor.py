@@ -302,6 +302,13 @@ class Preprocessor:
             return self
         return self._with_schema(self.schema.replace(group=column))
 
+    def with_ages_of(self, schema: Schema) -> Preprocessor:
+        """Return the same Preprocessor with the columns of ages in another schema, if the schemas
+        differ in nothing else: no category or number depends on them. Its hash is another.
+        """
+        aged = self.schema.with_ages_of(schema)
+        return self if aged != schema or aged == self.schema else self._with_schema(aged)
+
     def with_unlimited_lists(self) -> Preprocessor:
         """Return the same Preprocessor without maximum lengths of lists."""
         features = tuple(feature.replace(max_length=None) for feature in self.schema.features)

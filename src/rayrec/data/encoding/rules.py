@@ -236,6 +236,18 @@ class SparseColumn:
         )
 
 
+def age_gaps(ages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the seconds from each item of rows' lists to the next one, from the last one to the
+    row's time, float32 [items]. Takes ages in seconds, float64 [items], and the lists' lengths,
+    [rows]. Exact in microseconds before they are rounded, so that they do not depend on the time
+    from which ages count.
+    """
+    microseconds = np.rint(ages * 1e6)
+    following = np.append(microseconds[1:], 0.0)[: len(ages)]
+    following[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
+    return ((microseconds - following) / 1e6).astype(np.float32)
+
+
 def bucket_tokens(integers: np.ndarray) -> np.ndarray:
     """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens
     sort like the numbers. Takes int64 and returns uint32 [rows]. Uses the C library's logarithm,

@@ -322,8 +322,8 @@ def table_matrix(table: pa.Table, name: str) -> np.ndarray:
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     """Convert encoded rows to columns named by the schema. Label is int8; weight, dense, list
-    weights and further labels are float32; timestamp is int64, in microseconds since 1970-01-01
-    00:00 UTC. Ids keep their type.
+    weights, seconds between a list's ids, and further labels are float32; timestamp is int64, in
+    microseconds since 1970-01-01 00:00 UTC. Ids keep their type.
     """
     columns: dict[str, pa.Array] = {}
     if schema.label in rows.labels:
@@ -336,13 +336,19 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
     for name, ids in zip(schema.sparse, rows.ids, strict=True):
         columns[name] = ids_to_arrow(ids)
         if isinstance(ids, JaggedIds) and ids.weights is not None:
-            columns[schema.feature(name).weights or ""] = ids_to_arrow(ids, ids.weights)
+            columns[_number_column(schema, name)] = ids_to_arrow(ids, ids.weights)
     columns |= {
         name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label
     }
     if rows.timestamps is not None:
         columns[_timestamp_column(schema)] = arrow_numbers(rows.timestamps)
     return pa.table(columns)
+
+
+def _number_column(schema: Schema, name: str) -> str:
+    """Return the column with the numbers of a list's ids: weights, or seconds in that of ages."""
+    feature = schema.feature(name)
+    return feature.weights or feature.ages or ""
 
 
 def _timestamp_column(schema: Schema) -> str:
@@ -365,7 +371,7 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     labels = {name: as_numpy(columns[name]).astype(np.float32, copy=False) for name in names}
     weights = as_numpy(columns[schema.weight]) if schema.weight in columns else None
     ids = [
-        ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or ""))
+        ids_from_arrow(columns[name], columns.get(_number_column(schema, name)))
         for name in schema.sparse
     ]
     timestamp = _timestamp_column(schema) if schema.timestamp is not None else None

@@ -62,7 +62,13 @@ def found(items: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> Found:
     tokens, counts, rows = items
     assert len(set(tokens.tolist())) == len(tokens)
     first = [None] * len(tokens) if rows is None else rows.tolist()
-    return dict(zip(tokens.tolist(), zip(counts.tolist(), first, strict=True), strict=True))
+    return dict(
+        zip(
+            tokens.tolist(),
+            zip(counts.tolist(), first, strict=True),
+            strict=True,
+        )
+    )
 
 
 def expected(values: Sequence[int | None], first_row: int | None) -> Found:
@@ -115,7 +121,12 @@ TOKENS = st.lists(st.none() | st.integers(0, 30) | st.integers(0, 2**32 - 1), ma
 
 
 @settings(max_examples=60, deadline=None)
-@given(TOKENS, st.sampled_from([2, 4, 16]), st.booleans(), st.sampled_from([np.uint32, np.uint64]))
+@given(
+    TOKENS,
+    st.sampled_from([2, 4, 16]),
+    st.booleans(),
+    st.sampled_from([np.uint32, np.uint64]),
+)
 def test_present_tokens_are_counted(
     tokens: list[int | None],
     slots: int,
@@ -123,7 +134,14 @@ def test_present_tokens_are_counted(
     dtype: Any,
 ) -> None:
     raw, _ = parse(SCHEMA, text_of([tokens, tokens[::-1]]))
-    counters = [TokenCounter(slots, dtype=dtype, first_rows=first_rows) for _ in range(2)]
+    counters = [
+        TokenCounter(
+            slots,
+            dtype=dtype,
+            first_rows=first_rows,
+        )
+        for _ in range(2)
+    ]
     for first_row, times in ((1000, 1), (2000, 2), (7, 3)):
         count_columns(counters, raw, first_row, np.array([[0, NO_ROW]] * 2))
         for counter, values in zip(counters, (tokens, tokens[::-1]), strict=True):
@@ -166,7 +184,11 @@ def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> 
             b"1\n1\n",
         ),
     ):
-        counts = count_log(CountingJob(schema), parts_in(tmp_path, schema, text), engine=HERE)
+        counts = count_log(
+            CountingJob(schema),
+            parts_in(tmp_path, schema, text),
+            engine=HERE,
+        )
         assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
         assert counts.dense_moments[:, 0].tolist() == [2] * len(schema.dense)
         assert counts.file_minimum == ({"log.txt": 1} if schema.dense else {})
@@ -221,7 +243,12 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
     values = [kind and round(chance.random() * kind) - 20 for kind in chance.choices(kinds, k=3000)]
     found = []
     for schema in (
-        Schema(label=None, dense=("a",), tokens=tokens) for tokens in ("hexadecimal", "any")
+        Schema(
+            label=None,
+            dense=("a",),
+            tokens=tokens,
+        )
+        for tokens in ("hexadecimal", "any")
     ):
         counts = CountingJob(schema).empty()
         counts.add_rows(find_block(schema, {"a": values}), 0)
@@ -249,7 +276,11 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
         ),
         (4, {"c.txt": 0}, [1, 1]),
     ):
-        counts = count_log(CountingJob(schema), list(index.parts(start, 6)), engine=HERE)
+        counts = count_log(
+            CountingJob(schema),
+            list(index.parts(start, 6)),
+            engine=HERE,
+        )
         assert (counts.file_minimum, counts.labels.tolist()) == (least, labels)
 
 
@@ -346,12 +377,27 @@ def log_text(click_log: Path) -> bytes:
 
 
 def count_rows(parts: list[SegmentRange], first_rows: bool, **settings: Any) -> Counts:
-    return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
+    return count_log(
+        CountingJob(CRITEO, first_rows=first_rows),
+        parts,
+        engine=HERE,
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("first_rows", [False, True])
 def test_counts_match_values_of_log(log_text: bytes, tmp_path: Path, first_rows: bool) -> None:
-    whole = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
+    whole = everything(
+        count_rows(
+            parts_in(
+                tmp_path,
+                CRITEO,
+                log_text,
+                1 << 21,
+            ),
+            first_rows,
+        )
+    )
     rows = [line.split(b"\t") for line in log_text.splitlines()]
     for column in (0, 2, 25):
         values = [int(row[14 + column], 16) if row[14 + column] else None for row in rows]
@@ -368,12 +414,31 @@ def test_counts_are_independent_of_tasks(
     first_rows: bool,
     segment_bytes: int,
 ) -> None:
-    expected = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
+    expected = everything(
+        count_rows(
+            parts_in(
+                tmp_path,
+                CRITEO,
+                log_text,
+                1 << 21,
+            ),
+            first_rows,
+        )
+    )
     parts = parts_in(tmp_path, CRITEO, log_text, segment_bytes)
     assert len(parts) > 10
     for task_bytes in (1, 100_000, 1 << 30):
         for order in (parts, parts[::-1]):
-            assert everything(count_rows(order, first_rows, task_bytes=task_bytes)) == expected
+            assert (
+                everything(
+                    count_rows(
+                        order,
+                        first_rows,
+                        task_bytes=task_bytes,
+                    )
+                )
+                == expected
+            )
     for memory_bytes in (1, 300_000, 1 << 30):
         limits = {"memory_bytes": memory_bytes, "spill_folder": str(tmp_path)}
         with count_rows(parts, first_rows, **limits) as counts:
@@ -401,7 +466,14 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
     )
     for number in range(4):
         part = Counts.empty(0, 1, dtype=dtype, first_rows=True)
-        tokens = (rng.integers(0, 20_000, 12_000).astype(np.uint64) << shift).astype(dtype)
+        tokens = (
+            rng.integers(
+                0,
+                20_000,
+                12_000,
+            ).astype(np.uint64)
+            << shift
+        ).astype(dtype)
         part.tokens[0].count_values(tokens, np.arange(number * 12_000, (number + 1) * 12_000))
         for counts in (whole, spilled):
             counts.add(part.to_table())
@@ -450,7 +522,12 @@ def test_spill_files_are_removed(clicks: list[SegmentRange], tmp_path: Path) -> 
     del counts
     assert open_spill_files(folder) == 0
     broken = SegmentRange(replace(clicks[-1].segment, rows=1), 0, 1)
-    rejects("changed since the log was indexed", spilled, [*clicks, broken], folder)
+    rejects(
+        "changed since the log was indexed",
+        spilled,
+        [*clicks, broken],
+        folder,
+    )
     assert open_spill_files(folder) == 0
 
 
@@ -472,7 +549,11 @@ def test_spill_rejects_full_disk_and_url_and_creates_folder(
     assert open_spill_files(tmp_path) == 0
     rejects("must be local", Spill, "s3://bucket/x", 1)
     (tmp_path / "file").write_bytes(b"")
-    rejects("Not a directory", Spill(str(tmp_path / "file" / "folder"), 1).write, [])
+    rejects(
+        "Not a directory",
+        Spill(str(tmp_path / "file" / "folder"), 1).write,
+        [],
+    )
 
 
 @pytest.mark.parametrize("task_bytes", [1, 1 << 30])
@@ -524,8 +605,17 @@ def test_counting_indexer_matches_count_log(
     def counted() -> tuple[LogIndex, dict[str, Any], int]:
         again.clear()
         with CountingIndexer(job, chosen, task_bytes=task_bytes) as indexer:
-            context = TaskContext(HERE, cache, progress=lambda *call: shown.append(call))
-            index = indexer.index(files, CRITEO, segment_bytes=20_000, context=context)
+            context = TaskContext(
+                HERE,
+                cache,
+                progress=lambda *call: shown.append(call),
+            )
+            index = indexer.index(
+                files,
+                CRITEO,
+                segment_bytes=20_000,
+                context=context,
+            )
             with indexer.counts(index, engine=HERE) as counts:
                 return index, everything(counts), sum(part.stop - part.start for part in again)
 
@@ -542,7 +632,13 @@ def test_counting_indexer_matches_count_log(
         )
     start, stop = chosen(index)
     assert rows_again < (stop - start) / 4 if read_again is None else rows_again == read_again
-    assert made == everything(count_log(job, list(index.parts(start, stop)), engine=HERE))
+    assert made == everything(
+        count_log(
+            job,
+            list(index.parts(start, stop)),
+            engine=HERE,
+        )
+    )
     # the index is in the cache now, so all rows are counted from it
     assert counted() == (index, made, stop - start)
 
@@ -554,7 +650,11 @@ def test_counting_indexer_passes_on_errors_and_ends_spill(
 ) -> None:
     closed = mock.Mock()
     monkeypatch.setattr(Counts, "close", closed)
-    context = TaskContext(HERE, str(tmp_path), progress=raising(OSError("progress failed")))
+    context = TaskContext(
+        HERE,
+        str(tmp_path),
+        progress=raising(OSError("progress failed")),
+    )
     with CountingIndexer(CountingJob(CRITEO), lambda index: (0, index.rows)) as indexer:
         fails_with(
             OSError,
@@ -593,6 +693,8 @@ def test_problems_of_counted_rows() -> None:
         counts.add_rows(raw, 0)
         *one_class, empty = find_problems(counts, schema)
         assert empty.startswith("no training row has a value in e, t, l;")
+        *_, empty = find_problems(counts, schema.replace(optional=("e", "l")))
+        assert empty.startswith("no training row has a value in t;")
         assert [text.partition(",")[0] for text in one_class] == [
             "all 2 training rows have label 1"
         ] * expected
