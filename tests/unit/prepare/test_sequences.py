@@ -21,6 +21,8 @@ from rayrec.data.engine import ThreadEngine
 from rayrec.data.sequences import build as building
 from rayrec.data.sequences import lists, spills
 from rayrec.data.sequences.lists import divide_by_items, divide_by_time, group_ends, sort_events
+from rayrec.data.sequences.spills import user_tokens
+from rayrec.hashing import mix64
 from rayrec.schema import Schema, SequenceColumns, SequenceSplit
 
 COLUMNS = SequenceColumns(user="user", item="item", time="time", with_columns=("action",))
@@ -172,13 +174,24 @@ def test_events_without_time_are_in_order_of_files(tmp_path: Path) -> None:
     assert rows[1]["item"] + rows[1]["target"] == own[-52:]
 
 
-def test_ages_are_seconds_before_newest_item(tmp_path: Path) -> None:
-    times = [START, START + 5, START + 65, START + 70, START + 100]
-    events = pd.DataFrame({"user": "u", "item": [*"abcde"], "time": times, "action": "x"})
+def test_ages_count_from_time_of_row(tmp_path: Path) -> None:
+    """It is the newest item's in training, the held-out item's, or the latest event's."""
+    times = [START, START + 5, START + 65, START + 70, START + 100, START + 160.25]
+    users = [*"uuuuu", "v"]
+    events = pd.DataFrame({"user": users, "item": [*"abcdea"], "time": times, "action": "x"})
     out = tmp_path / "out"
     built(written(events, tmp_path / "log"), out)
-    ages = [rows_of(out, part)["u"]["age"] for part in ("train", "test", "histories")]
-    assert ages == [[65, 60, 0], [70, 65, 5, 0], [100, 95, 35, 30, 0]]
+    parts = ("train", "validation", "test", "histories")
+    ages = {part: rows_of(out, part)["u"]["age"] for part in parts}
+    assert ages == {
+        "train": [65, 60, 0],
+        "validation": [70, 65, 5],
+        "test": [100, 95, 35, 30],
+        "histories": [160.25, 155.25, 95.25, 90.25, 60.25],
+    }
+    latest = pd.Timestamp(START + 160.25, unit="s", tz="UTC")
+    assert {row["time"] for row in rows_of(out, "histories").values()} == {latest}
+    assert "time" not in rows_of(out, "train")["u"]
 
 
 def test_split_by_time_evaluates_users_without_history(tmp_path: Path) -> None:
@@ -190,6 +203,87 @@ def test_split_by_time_evaluates_users_without_history(tmp_path: Path) -> None:
     row = rows_of(out, "test")[999]
     assert (row["item"], row["seen"], row["age"]) == ([], [], [])
     assert row["target"] == late["item"].tolist()
+
+
+PAIRS = SequenceColumns(user="user", item="item")
+
+
+def pairs_of(rows: int, seed: int) -> pd.DataFrame:
+    """Return distinct pairs of users and items in random order."""
+    chance = np.random.default_rng(seed)
+    pairs = chance.permutation(40 * 60)[:rows]
+    return pd.DataFrame({"user": pairs % 40, "item": pairs // 40})
+
+
+def items_of(pairs: pd.DataFrame, user: int) -> list[int]:
+    return pairs.loc[pairs["user"] == user, "item"].tolist()
+
+
+def test_split_by_files_matches_files(tmp_path: Path) -> None:
+    parts = {name: pairs_of(600, seed) for seed, name in enumerate(("Train", "valid", "test"))}
+    log = tmp_path / "log"
+    log.mkdir()
+    for name, pairs in parts.items():
+        pairs.to_parquet(log / f"{name}_1.parquet")
+    schema = Schema(
+        label=None,
+        sequence=PAIRS.replace(max_length=5, user_input=True),
+        split=SequenceSplit(kind="files", validation=0),
+    )
+    out = tmp_path / "out"
+    result = built(str(log), out, schema=schema)
+    assert result["targets"] == {"validation": 600, "test": 600}
+    train, valid, test = (rows_of(out, part) for part in PARTS)
+    whole = rows_of(out, "histories")
+    for user in range(40):
+        own = [items_of(pairs, user) for pairs in parts.values()]
+        assert train[user]["item"] == own[0]
+        assert (valid[user]["seen"], valid[user]["target"]) == (own[0], own[1])
+        assert valid[user]["item"] == own[0][-6:]
+        assert (test[user]["seen"], test[user]["target"]) == (own[0] + own[1], own[2])
+        assert whole[user]["item"] == own[0] + own[1] + own[2]
+
+
+def test_validation_of_files_depends_on_user_and_item(tmp_path: Path) -> None:
+    split = SequenceSplit(kind="files", validation="12.5%")
+    schema = Schema(label=None, sequence=PAIRS, split=split)
+    pairs = pairs_of(2000, 5)
+    found = []
+    for number, order in enumerate((pairs, pairs.iloc[::-1])):
+        log = tmp_path / f"log_{number}"
+        log.mkdir()
+        cut = 900 * (number + 1)
+        order[:cut].to_parquet(log / "a.parquet")
+        order[cut:].to_parquet(log / "train.parquet")
+        pairs_of(80, 7).to_parquet(log / "test.parquet")
+        out = tmp_path / f"out_{number}"
+        built(str(log), out, schema=schema)
+        train, valid = (rows_of(out, part) for part in ("train", "validation"))
+        drawn = {(user, item) for user, row in valid.items() for item in row["target"]}
+        kept = {(user, item) for user, row in train.items() for item in row["item"]}
+        assert not drawn & kept
+        assert drawn | kept == {*zip(pairs["user"], pairs["item"], strict=True)}
+        found.append(drawn)
+    assert found[0] == found[1]
+    assert 200 < len(found[0]) < 300
+
+
+def test_split_by_files_without_test_file_is_rejected(tmp_path: Path) -> None:
+    schema = Schema(
+        label=None,
+        sequence=PAIRS,
+        split=SequenceSplit(kind="files", validation="20%"),
+    )
+    path = written(events_of(), tmp_path / "log")
+    rejects(
+        "no user has a list for test, .* give files whose names begin with train, valid and test",
+        built,
+        path,
+        tmp_path / "out",
+        schema=schema,
+    )
+    without = schema.replace(split=SequenceSplit(kind="files", validation="20%", test=0))
+    assert {*built(path, tmp_path / "out", schema=without)["rows"]} == {"train", "validation"}
 
 
 TIMES = {
@@ -242,6 +336,138 @@ def test_integers_in_one_file_and_text_in_another_are_one_user(tmp_path: Path) -
     built(str(folder), tmp_path / "out")
     rows = rows_of(tmp_path / "out", "histories")
     assert rows["5"]["item"] == ["1", "2", "3", "a", "2", "b"]
+
+
+def text_events(rows: int = 2000) -> pd.DataFrame:
+    """Return events whose users and items are repeated texts, some missing or marked as such."""
+    events = events_of(rows).astype({"user": str, "item": object})
+    items = "film " + events["item"].astype(str)
+    return events.assign(user="u" + events["user"], item=items.mask(events.index % 500 == 7))
+
+
+def test_repeated_texts_match_pandas(tmp_path: Path) -> None:
+    """Parquet has them as dictionaries, which are read as such."""
+    events = text_events()
+    path = str(tmp_path / "log.parquet")
+    events.to_parquet(path)
+    schema = SCHEMA.replace(missing=("film 3",))
+    out = tmp_path / "out"
+    result = built(path, out, schema=schema, max_bad_fraction=0.1)
+    valid = events[events["item"].notna() & (events["item"] != "film 3")]
+    assert result["bad_rows"] == len(events) - len(valid) > 20
+    expected = expected_rows(valid, SequenceSplit())["histories"]
+    check_rows(rows_of(out, "histories"), expected, is_cut=False)
+
+
+def test_only_repeated_texts_are_dictionaries(tmp_path: Path) -> None:
+    path = str(tmp_path / "log.parquet")
+    text_events().to_parquet(path)
+    columns = ("note", "user", "item", "time")
+    tables = table_ranges.RangeTables(
+        table_ranges.TableRange(0, path, 0, 1),
+        Schema(label=None, sparse=columns[:3], timestamp="time"),
+        columns=columns,
+        dictionaries=True,
+    )
+    for table in tables:
+        coded = [name for name in columns if pa.types.is_dictionary(table.schema.field(name).type)]
+        assert coded == ["user", "item"]
+
+
+def test_small_integers_and_ages_are_int32(tmp_path: Path) -> None:
+    """They are in all files if they are in the log."""
+    events = events_of()
+    path = written(events, tmp_path / "log")
+    built(path, tmp_path / "small")
+    events.assign(item=events["item"] + (events.index == 5) * 2**40).to_parquet(
+        f"{path}/day_0.parquet"
+    )
+    built(path, tmp_path / "wide")
+    events.assign(time=events["time"] + (events.index == 5) * 0.5).to_parquet(
+        f"{path}/day_0.parquet"
+    )
+    built(path, tmp_path / "fraction")
+    types = {}
+    for out in ("small", "wide", "fraction"):
+        files = (tmp_path / out).glob("*/*.parquet")
+        types[out] = {
+            tuple(str(pq.read_schema(file).field(name).type.value_type) for name in ("item", "age"))
+            for file in files
+        }
+    assert types == {
+        "small": {("int32", "int32")},
+        "wide": {("int64", "int32")},
+        "fraction": {("int32", "double")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("items", "ages", "size_bytes"),
+    [
+        pytest.param(pa.int64(), pa.float64(), 8 * 8, id="wide"),
+        pytest.param(pa.int32(), pa.int32(), 8 * 8, id="small"),
+        pytest.param(pa.large_string(), pa.int32(), 8 * 8 + 8 + 1, id="texts"),
+    ],
+)
+def test_row_groups_end_as_of_first_version(
+    items: pa.DataType,
+    ages: pa.DataType,
+    size_bytes: int,
+) -> None:
+    """The order of training rows depends on them."""
+    offsets = pa.array([0, 3, 8], pa.int32())
+    lists_of = {
+        name: pa.ListArray.from_arrays(offsets, pa.array(range(8), pa.int64()).cast(kind))
+        for name, kind in (("item", items), ("age", ages))
+    }
+    table = pa.table({"user": [1, 2], **lists_of})
+    assert lists.shuffled_bytes(table) == 2 * (8 + 4 + 4) + size_bytes + 8 * 4
+
+
+def group_rows(out: Path) -> dict[str, list[int]]:
+    """Return the rows of each row group by file."""
+    rows = {}
+    for path in out.glob("*/*.parquet"):
+        metadata = pq.read_metadata(path)
+        groups = range(metadata.num_row_groups)
+        rows[path.name] = [metadata.row_group(number).num_rows for number in groups]
+    return rows
+
+
+def test_integers_of_csv_are_integers_in_lists(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Users stay text. Row groups end as those of text."""
+    monkeypatch.setattr(building, "_PARTITION_BYTES", 1 << 30)
+    events = events_of().assign(item=lambda rows: rows["item"] ** 3 - 9)
+    texts = events.astype({"user": str, "item": str})
+    for name in ("csv", "mixed"):
+        (tmp_path / name).mkdir()
+        events.to_csv(tmp_path / name / "log.csv", index=False)
+    texts.tail(1).assign(item="a").to_csv(tmp_path / "mixed" / "more.csv", index=False)
+    logs = {
+        "csv": str(tmp_path / "csv"),
+        "text": written(texts, tmp_path / "text"),
+        "mixed": str(tmp_path / "mixed"),
+    }
+    rows = {}
+    types = {}
+    for name, path in logs.items():
+        out = tmp_path / f"{name}_lists"
+        built(path, out)
+        rows[name] = rows_of(out, "histories")
+        types[name] = pq.read_schema(out / "log" / "train-00000.parquet").field("item").type
+    assert group_rows(tmp_path / "csv_lists") == group_rows(tmp_path / "text_lists")
+    assert [kind.value_type for kind in types.values()] == [
+        pa.int32(),
+        pa.large_string(),
+        pa.large_string(),
+    ]
+    for user, row in rows["csv"].items():
+        items = [*map(str, row["item"])]
+        assert items == rows["text"][user]["item"]
+        assert items == [item for item in rows["mixed"][user]["item"] if item != "a"]
 
 
 def test_schema_of_integers_makes_integers_of_text(tmp_path: Path) -> None:
@@ -404,19 +630,34 @@ def test_manifest_describes_lists(tmp_path: Path) -> None:
 
 
 # -- pure parts
+def rows_with(keys: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Return events whose third value is their number."""
+    return np.stack([keys.view(np.int64), times, np.arange(len(keys))], axis=1)
+
+
 def test_events_sort_by_user_and_time() -> None:
     keys = np.array([9, 2, 9, 2, 1 << 63], np.uint64)
     times = np.array([1 << 40, -5, 7, -5, 0])
-    assert sort_events(keys, times).tolist() == [1, 3, 2, 0, 4]
-    assert sort_events(keys, None).tolist() == [1, 3, 0, 2, 4]
+    assert sort_events(rows_with(keys, times), keys=2)[2].tolist() == [1, 3, 2, 0, 4]
+    assert sort_events(rows_with(keys, times), keys=1)[2].tolist() == [1, 3, 0, 2, 4]
 
 
-def test_many_users_sort_as_by_numpy() -> None:
+@pytest.mark.parametrize("users", [7, 30_000])
+def test_events_of_partition_sort_as_by_numpy(users: int) -> None:
     chance = np.random.default_rng(0)
-    keys = chance.integers(0, 1 << 63, 80_000).astype(np.uint64)
-    keys[40_000:] = keys[:40_000]
+    hashes = chance.integers(3 << 61, 4 << 61, users, np.uint64)  # The last of four
+    keys = hashes[chance.integers(0, users, 80_000)]
     times = chance.integers(-(1 << 50), 1 << 50, 80_000)
-    np.testing.assert_array_equal(sort_events(keys, times), np.lexsort((times, keys)))
+    times[: len(times) // 2] = 5
+    rows = rows_with(keys, times)
+    order = np.lexsort((times, keys))
+    found = sort_events(rows.copy(), keys=2, partition=3, partitions=4)
+    np.testing.assert_array_equal(found, rows[order].T)
+
+
+def test_user_tokens_invert_hashes() -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 64, 1000, np.uint64)
+    np.testing.assert_array_equal(user_tokens(mix64(tokens)), tokens)
 
 
 def test_short_users_keep_last_items_for_training() -> None:

@@ -8,6 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, TypeVar, final
 
 import pyarrow as pa
@@ -25,9 +26,10 @@ from rayrec.data.sequences.lists import (
     ListsJob,
     UsersTask,
     count_items,
+    value_type,
     write_lists,
 )
-from rayrec.data.sequences.spills import EventsJob, Spill, spill_events
+from rayrec.data.sequences.spills import SECOND, EventsJob, Spill, spill_events
 from rayrec.data.table_ranges import (
     TableRange,
     aligned_ranges,
@@ -39,8 +41,12 @@ from rayrec.schema import Schema, SequenceSplit
 
 MANIFEST: Final = "sequences.json"
 """Last file of a folder of lists."""
-VERSION: Final = 1
-"""Version of the files. Lists of another version are built again."""
+VERSION: Final = 2
+"""Version of the files. Lists of another version are built again. In version 1, ages counted from
+the newest item of a row.
+"""
+_JOB_VERSION: Final = 2
+"""Version of the files that tasks pass on. A call does not resume a job of another version."""
 _PARTITION_BYTES: Final = 8 << 20
 """Log bytes per partition of the users. There are at most _MAX_PARTITIONS."""
 _MAX_PARTITIONS: Final = 512
@@ -83,9 +89,10 @@ class EventsLog:
         ]
         return {
             "version": VERSION,
+            "job_version": _JOB_VERSION,
             "log": json_hash(files),
             "events": events.describe() | form,
-            "sequence": self.schema.sequence.to_dict(),
+            "sequence": self.schema.sequence.built(),
             "split": self.schema.split.to_dict(),
         }
 
@@ -149,10 +156,12 @@ class _Work:
         size_bytes = sum(file.size_bytes for file in log.files)
         self._task_bytes = task_bytes_of(size_bytes)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
+        assert log.schema.split is not None
         self._reading = EventsJob(
             running.folder,
             log.schema.events,
             partitions,
+            log.schema.split,
         )
         self._index = LogIndex((), Faults())
 
@@ -205,7 +214,11 @@ class _Work:
         )
         rows = _totals(written, "rows")
         self._check_rows(rows, job.split)
-        tasks = [_items_task(number, written) for number in range(BUCKETS)]
+        count = min(self._reading.partitions, BUCKETS)
+        edges = [BUCKETS * number // count for number in range(count + 1)]
+        tasks = [
+            _items_task(number, buckets, written) for number, buckets in enumerate(pairwise(edges))
+        ]
         counted = list(
             self._run(
                 "items",
@@ -233,18 +246,31 @@ class _Work:
         assert schema.sequence is not None
         assert schema.split is not None
         texts = 0
+        words = 0
+        wide = 1  # The users are int64 in any case
         for marker in markers:
             texts |= marker["texts"]
-        latest = [each["latest"] for each in markers if each["latest"] is not None]
+            words |= marker["words"]
+            wide |= marker["wide"]
+        timed = [each for each in markers if each["latest"] is not None]
         spills = [Spill(number, each["chunks"]) for number, each in enumerate(markers)]
         columns = range(len(schema.sequence.listed))
+        types = [
+            value_type(is_text=bool(words >> column & 1), is_wide=bool(wide >> column & 1))
+            for column in columns
+        ]
+        latest = max((each["latest"] for each in timed), default=0)
+        earliest = min((each["earliest"] for each in timed), default=0)
+        has_fractions = any(each["has_fractions"] for each in timed)
         return ListsJob(
             self._reading,
             schema.sequence,
             schema.split,
             tuple(spills),
-            texts=tuple(bool(texts >> column & 1) for column in columns),
-            latest=max(latest, default=0),
+            types=tuple(types),
+            were_texts=tuple(bool(texts >> column & 1) for column in columns),
+            latest=latest,
+            has_small_ages=not has_fractions and latest - earliest < SECOND << 31,
         )
 
     def _check_rows(
@@ -261,11 +287,11 @@ class _Work:
         columns = self._log.schema.sequence
         assert columns is not None
         rule = f"split {split.kind} with validation {split.validation} and test {split.test}"
-        fix = (
-            "hold out shorter times"
-            if split.kind == "time"
-            else "hold out fewer items, or give a log with more events of the same users"
-        )
+        fix = {
+            "time": "hold out shorter times",
+            "files": "give files whose names begin with train, valid and test",
+            "last_items": "hold out fewer items, or give a log with more events of the same users",
+        }[split.kind]
         raise InputError(
             f"{self._log.path}: no user has a list for {' and '.join(empty)}, with {rule} and "
             f"min_length {columns.min_length}. Lower min_length, or {fix}"
@@ -278,7 +304,7 @@ class _Work:
         assert schema.split is not None
         manifest = {
             **counts,
-            "sequence": schema.sequence.to_dict(),
+            "sequence": schema.sequence.built(),
             "split": schema.split.to_dict(),
             "version": VERSION,
         }
@@ -313,12 +339,17 @@ def _totals(markers: Sequence[dict[str, Any]], field: str) -> dict[str, int]:
     return totals
 
 
-def _items_task(number: int, markers: Sequence[dict[str, Any]]) -> ItemsTask:
-    """Return the task of one partition, given the markers of `lists`."""
+def _items_task(
+    number: int,
+    buckets: tuple[int, int],
+    markers: Sequence[dict[str, Any]],
+) -> ItemsTask:
+    """Return the task for some buckets, given the markers of `lists`."""
+    first, end = buckets
     ranges = []
     for marker in markers:
-        start = marker["edges"][number]
-        stop = marker["edges"][number + 1]
+        start = marker["edges"][first]
+        stop = marker["edges"][end]
         ranges.append((start, stop - start))
     return ItemsTask(number, tuple(ranges))
 

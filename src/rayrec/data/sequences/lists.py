@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,23 @@ from pyarrow import types
 
 from rayrec import storage
 from rayrec.data.arrow import arrow_numbers
-from rayrec.data.encoded_rows import expand_ranges
+from rayrec.data.encoded_rows import expand_ranges, take_ranges
 from rayrec.data.job import read_array
-from rayrec.data.logs.column_values import integer_tokens, text_tokens
-from rayrec.data.sequences.spills import KEY, TIME, EventsJob, Numbers, Spill, read_events
+from rayrec.data.logs.column_values import Text
+from rayrec.data.sequences.spills import (
+    SECOND,
+    Events,
+    EventsJob,
+    Numbers,
+    Spill,
+    Tokens,
+    find_texts,
+    integer_texts,
+    read_events,
+    user_tokens,
+)
 from rayrec.hashing import mix64
-from rayrec.native import keep_freed_memory
+from rayrec.native import call, keep_freed_memory
 from rayrec.schema import AGE, SEEN, TARGET, SequenceColumns, SequenceSplit
 
 PARTS: Final = ("train", "valid", "test")
@@ -29,9 +40,12 @@ PARTS: Final = ("train", "valid", "test")
 Part = Literal["train", "valid", "test", "histories"]
 GROUP_BYTES: Final = 1 << 20
 """Bytes of a written row group, small enough to be shuffled as a unit."""
-_MILLION: Final = np.float64(1e6)
+_BUCKET_EVENTS: Final = 16
+"""Events of a range of hashes, in which events are sorted at once."""
+_WRITTEN_VALUES: Final = 1 << 16
+"""Values that Arrow encodes at once."""
 BUCKETS: Final = 64
-"""Number of partitions of the items."""
+"""Number of partitions of the items. A task counts one or several."""
 ITEM: Final = np.dtype(
     [
         ("token", np.uint64),
@@ -51,10 +65,14 @@ class ListsJob:
     columns: SequenceColumns
     split: SequenceSplit
     spills: tuple[Spill, ...]
-    texts: tuple[bool, ...]
-    """Whether the values of each column of events are text, the user's first. Otherwise int64."""
+    types: tuple[pa.DataType, ...]
+    """Type of each column of events, the user's first: see `value_type`."""
+    were_texts: tuple[bool, ...]
+    """Whether each column is text in a file of the log."""
     latest: int
     """Latest time of the log in microseconds."""
+    has_small_ages: bool
+    """Whether all ages are whole seconds below 2^31, which are written as int32."""
 
     @functools.cached_property
     def starts(self) -> tuple[int, int]:
@@ -67,6 +85,15 @@ class ListsJob:
     def items_path(self, number: int) -> str:
         """Return the path of a partition's items."""
         return self.reading.folder.aid("items", f"{number:06d}.bin")
+
+
+def value_type(*, is_text: bool, is_wide: bool) -> pa.DataType:
+    """Return the type in which all files have a column. Integers that fit are int32, which is half
+    of the bytes to write and to read.
+    """
+    if is_text:
+        return pa.large_string()
+    return pa.int64() if is_wide else pa.int32()
 
 
 @dataclass(frozen=True)
@@ -90,30 +117,31 @@ class UserRanges:
     stops: Numbers
 
 
-def sort_events(keys: npt.NDArray[np.uint64], times: Numbers | None) -> Numbers:
-    """Return the order of events by user, then time, then their order, int64 [events]. Pure."""
-    order = None
-    if times is not None and (times[1:] < times[:-1]).any():
-        order = _radix_order((times - times.min()).view(np.uint64))
-    codes = arrow_numbers(keys).dictionary_encode()
-    users = codes.dictionary.to_numpy()
-    ranks = np.empty(len(users), np.uint64)
-    ranks[np.argsort(users)] = np.arange(len(users), dtype=np.uint64)
-    return _radix_order(ranks[codes.indices.to_numpy()], order)
-
-
-# NumPy sorts 16-bit numbers by their counts, in a tenth of the time of a comparison sort.
-def _radix_order(values: npt.NDArray[np.uint64], order: Numbers | None = None) -> Numbers:
-    """Return the order of values that keeps equal ones in `order`, int64. Pure."""
-    bits = int(values.max()).bit_length()
-    for shift in range(0, max(bits, 1), 16):
-        digits = (values >> np.uint64(shift)).astype(np.uint16)
-        if order is not None:
-            digits = digits[order]
-        step = np.argsort(digits, kind="stable")
-        order = step if order is None else order[step]
-    assert order is not None
-    return order
+def sort_events(
+    rows: Numbers,
+    *,
+    keys: int,
+    partition: int = 0,
+    partitions: int = 1,
+) -> Numbers:
+    """Return the columns of a partition's events, int64 [width, events], sorted by user, then by
+    the second value if `keys` is 2, then in their order. Overwrites `rows`, int64 [events, width].
+    """
+    events = len(rows)
+    buckets = max(events // _BUCKET_EVENTS, 1)
+    call(
+        "rayrec_sort_events",
+        rows,
+        np.empty_like(rows),
+        events,
+        rows.shape[1],
+        keys,
+        partition,
+        partitions,
+        buckets,
+        np.empty(buckets + 1, np.int64),
+    )
+    return rows.reshape(-1, events)
 
 
 def divide_by_items(
@@ -143,7 +171,7 @@ def divide_by_time(
     times: Numbers,
     first: tuple[int, int],
 ) -> UserRanges:
-    """Hold out the events from two times on, those of validation and test. Pure."""
+    """Hold out the events from two times, or parts, on, those of validation and test. Pure."""
     cuts = []
     for start in first:
         before = np.append(0, np.cumsum(times < start))
@@ -176,7 +204,7 @@ def write_lists(task: UsersTask, *, job: ListsJob) -> pa.Table:
         if lists is not None:
             rows |= {part: lists.write(part, task.number) for part in (*PARTS, "histories")}
             counts["users"] = len(lists.ranges.starts)
-            counts["events"] = len(lists.order)
+            counts["events"] = int(lists.ranges.stops[-1])
             items = lists.items()
             counts["targets"] = {part: int(items[part].sum()) for part in ("valid", "test")}
         buckets = mix64(items["token"]) >> np.uint64(58)
@@ -195,25 +223,56 @@ class _Values:
     """Column of values in the events' sorted order."""
 
     codes: npt.NDArray[np.int32]
-    values: pa.Array
-    """Distinct values, int64 or large_string."""
+    tokens: Tokens
+    """Token of each code."""
+    values: npt.NDArray[np.integer[Any]] | Text
+    """Value of each event."""
+    digits: npt.NDArray[np.uint8] | None = None
+    """Bytes of each value's text, for integers that are text in the log."""
 
-    def take(self, events: Numbers) -> pa.Array:
-        """Return the values of some events."""
-        return self.values.take(arrow_numbers(self.codes[events]))
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: Numbers,
+        texts: pa.Table,
+        kind: pa.DataType,
+        *,
+        were_texts: bool,
+    ) -> _Values:
+        """Return a column of events as a type of `value_type`, given tokens and their texts."""
+        coded = arrow_numbers(tokens).dictionary_encode()
+        codes = coded.indices.to_numpy()
+        distinct = coded.dictionary.to_numpy().view(np.uint64)
+        if types.is_integer(kind):
+            digits = None
+            if were_texts:
+                sizes = pc.binary_length(integer_texts(distinct)).to_numpy()
+                digits = sizes.astype(np.uint8)[codes]
+            integers = tokens.astype(kind.to_pandas_dtype(), copy=False)
+            return cls(codes, distinct, integers, digits)
+        values = find_texts(texts, distinct).take(arrow_numbers(codes))
+        return cls(codes, distinct, Text.from_array(values))
 
-    def tokens(self, *, booleans: bool) -> npt.NDArray[np.uint64]:
-        """Return the token of each distinct value. `booleans`: see `text_tokens`."""
-        tokens = np.empty(len(self.values), np.uint64)
-        if types.is_integer(self.values.type):
-            integer_tokens(self.values, tokens)
-        else:
-            text_tokens(
-                self.values,
-                tokens,
-                booleans=booleans,
-            )
-        return tokens
+    def take(self, starts: Numbers, lengths: Numbers) -> pa.Array:
+        """Return the values of ranges of events."""
+        if not isinstance(self.values, Text):
+            return arrow_numbers(take_ranges(self.values, starts, lengths))
+        offsets = self.values.offsets
+        sizes = take_ranges(np.diff(offsets), starts, lengths)
+        first = offsets[starts]
+        data = take_ranges(self.values.data, first, offsets[starts + lengths] - first)
+        ends = np.append(0, np.cumsum(sizes))
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
+        return pa.Array.from_buffers(pa.large_string(), len(sizes), buffers)
+
+    def text_bytes(self, starts: Numbers, lengths: Numbers) -> int:
+        """Return by how much ranges of events would be larger if integers were text as in the
+        log, see `shuffled_bytes`.
+        """
+        if self.digits is None:
+            return 0
+        digits = take_ranges(self.digits, starts, lengths)
+        return int(digits.sum(dtype=np.int64)) + null_bytes(len(digits))
 
 
 class _UserLists:
@@ -221,28 +280,37 @@ class _UserLists:
 
     def __init__(
         self,
-        batch: pa.RecordBatch,
+        events: Events,
+        number: int,
         job: ListsJob,
     ) -> None:
         self._job = job
-        keys = batch.column(KEY).to_numpy()
-        times = batch.column(TIME).to_numpy() if TIME in batch.schema.names else None
-        order = sort_events(keys, times)
-        self.order = order
-        keys = keys[order]
-        self._times = None if times is None else times[order]
+        reading = job.reading
+        values = sort_events(
+            events.rows,
+            keys=1 + (reading.has_parts or reading.has_times),
+            partition=number,
+            partitions=reading.partitions,
+        )
+        keys = values[0].view(np.uint64)
+        self._parts = values[1] if reading.has_parts else None
+        self._times = values[1 + reading.has_parts] if reading.has_times else None
         starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
         stops = np.append(starts[1:], len(keys))
         self.ranges = self._divided(starts, stops)
-        users = _typed(batch.column("0"), is_text=job.texts[0])
-        self._users = users.take(arrow_numbers(order[starts]))
+        users = user_tokens(keys[starts])
+        is_text = not types.is_integer(job.types[0])
+        self._users = (
+            find_texts(events.texts[0], users) if is_text else arrow_numbers(users.view(np.int64))
+        )
         self._columns = {
-            name: _encoded(
-                batch.column(str(number)),
-                order,
-                is_text=job.texts[number],
+            name: _Values.from_tokens(
+                values[reading.value_index(column)],
+                events.texts[column],
+                job.types[column],
+                were_texts=job.were_texts[column],
             )
-            for number, name in enumerate((job.columns.item, *job.columns.with_columns), start=1)
+            for column, name in enumerate((job.columns.item, *job.columns.with_columns), start=1)
         }
 
     @classmethod
@@ -252,12 +320,12 @@ class _UserLists:
         job: ListsJob,
     ) -> _UserLists | None:
         """Read the events of a partition. None if it has none."""
-        batch = read_events(
+        events = read_events(
             job.spills,
             number,
             job=job.reading,
         )
-        return None if batch is None else cls(batch, job)
+        return None if events is None else cls(events, number, job)
 
     def _divided(
         self,
@@ -265,6 +333,8 @@ class _UserLists:
         stops: Numbers,
     ) -> UserRanges:
         job = self._job
+        if self._parts is not None:
+            return divide_by_time(starts, stops, self._parts, (1, 2))
         if job.split.kind == "time":
             assert self._times is not None
             return divide_by_time(
@@ -314,17 +384,18 @@ class _UserLists:
             folder,
             f"{name}-{number:05d}.parquet",
         )
-        table = self._table(
+        table, text_bytes = self._table(
             part,
             users,
             history,
             stops,
         )
+        size_bytes = shuffled_bytes(table) + text_bytes
         sizes = history - self.ranges.starts[users]
         with storage.writing(path) as local:
             _write_groups(
                 table,
-                sizes,
+                group_ends(sizes + 1, max(size_bytes, 1)),
                 local,
             )
         return len(users)
@@ -335,28 +406,66 @@ class _UserLists:
         users: Numbers,
         history: Numbers,
         stops: Numbers,
-    ) -> pa.Table:
-        """Return the rows of a part: user, lists, held-out items, seen items, and ages."""
+    ) -> tuple[pa.Table, int]:
+        """Return the rows of a part: user, lists, held-out items, seen items, and ages. Return
+        their `text_bytes` too.
+        """
         first = self.ranges.starts[users]
         starts = first
         if part in ("valid", "test"):  # Which have the whole list as `seen`
             starts = np.maximum(first, history - self._longest)
         lengths = history - starts
         offsets = _offsets(lengths)
-        before = expand_ranges(starts, lengths)
         columns = {self._job.columns.user: self._users.take(arrow_numbers(users))}
+        text_bytes = 0
         for name, values in self._columns.items():
-            columns[name] = pa.ListArray.from_arrays(offsets, values.take(before))
+            columns[name] = pa.ListArray.from_arrays(offsets, values.take(starts, lengths))
+            text_bytes += values.text_bytes(starts, lengths)
         if part in ("valid", "test"):
             items = self._columns[self._job.columns.item]
             for name, start, stop in ((TARGET, history, stops), (SEEN, first, history)):
-                column = items.take(expand_ranges(start, stop - start))
+                column = items.take(start, stop - start)
                 columns[name] = pa.ListArray.from_arrays(_offsets(stop - start), column)
+                text_bytes += items.text_bytes(start, stop - start)
         if self._times is not None:
-            newest = np.repeat(self._times[np.maximum(history, 1) - 1], lengths)
-            ages = ((newest - self._times[before]) / _MILLION).astype(np.float32)
+            times = self._times_of_rows(part, history)
+            ages = self._ages(times, starts, lengths)
             columns[AGE] = pa.ListArray.from_arrays(offsets, arrow_numbers(ages))
-        return pa.table(columns)
+            if part == "histories":
+                assert self._job.columns.time is not None
+                columns[self._job.columns.time] = pa.array(times, pa.timestamp("us", "UTC"))
+        return pa.table(columns), text_bytes
+
+    def _ages(
+        self,
+        times: Numbers,
+        starts: Numbers,
+        lengths: Numbers,
+    ) -> npt.NDArray[np.int32] | npt.NDArray[np.float64]:
+        """Return the seconds from each event of the rows' ranges to the row's time."""
+        assert self._times is not None
+        if not self._job.has_small_ages:
+            before = take_ranges(self._times, starts, lengths)
+            return (np.repeat(times, lengths) - before) / np.float64(SECOND)
+        last = self._job.latest
+        before = take_ranges(self._seconds, starts, lengths)
+        seconds = ((last - times) // SECOND).astype(np.int32)
+        return np.subtract(before, np.repeat(seconds, lengths), out=before)
+
+    @functools.cached_property
+    def _seconds(self) -> npt.NDArray[np.int32]:
+        """Seconds from each event to the latest one of the log."""
+        assert self._times is not None
+        return ((self._job.latest - self._times) // SECOND).astype(np.int32)
+
+    def _times_of_rows(self, part: Part, history: Numbers) -> Numbers:
+        """Return the time from which each row's ages count, in microseconds: the newest item's in
+        training, the first held-out item's after the history, or the log's latest for whole lists.
+        """
+        assert self._times is not None
+        if part == "histories":
+            return np.full(len(history), self._job.latest)
+        return self._times[history - 1 if part == "train" else history]
 
     @property
     def _longest(self) -> int:
@@ -366,9 +475,8 @@ class _UserLists:
     def items(self) -> np.ndarray:
         """Return the distinct items, ITEM."""
         values = self._columns[self._job.columns.item]
-        items = np.zeros(len(values.values), ITEM)
-        rules = self._job.reading.events.category_rules
-        items["token"] = values.tokens(booleans=rules >= 2)
+        items = np.zeros(len(values.tokens), ITEM)
+        items["token"] = values.tokens
         users, ends, _ = self.rows("train")
         starts = np.maximum(self.ranges.starts[users], ends - self._longest)
         items["trained"][values.codes[expand_ranges(starts, ends - starts)]] = 1
@@ -379,36 +487,20 @@ class _UserLists:
         return items
 
 
-def _typed(array: pa.Array, *, is_text: bool) -> pa.Array:
-    """Return values as the column of all files has them."""
-    return pc.cast(array, pa.large_string() if is_text else pa.int64())
-
-
-def _encoded(
-    array: pa.Array,
-    order: Numbers,
-    *,
-    is_text: bool,
-) -> _Values:
-    coded = _typed(array, is_text=is_text).dictionary_encode()
-    return _Values(coded.indices.to_numpy()[order], coded.dictionary)
-
-
-# Row groups are the units of shuffling, so they end where their bytes do, not their rows: a user
-# may have thousands of events.
 def _write_groups(
     table: pa.Table,
-    sizes: Numbers,
+    ends: Sequence[int],
     path: str,
 ) -> None:
-    """Write a table in row groups of about GROUP_BYTES, given the length of each row's history."""
-    ends = group_ends(sizes + 1, max(table.nbytes, 1))
+    """Write a table in row groups that end at `ends`."""
     with pq.ParquetWriter(
         path,
         table.schema,
         compression="lz4",
+        column_encoding=_encodings(table.schema),
         write_statistics=False,
         use_dictionary=False,
+        write_batch_size=_WRITTEN_VALUES,
     ) as writer:
         start = 0
         for end in ends:
@@ -416,6 +508,43 @@ def _write_groups(
             start = end
 
 
+# The upper bytes of most numbers are alike. Next to each other they take little time and space.
+def _encodings(schema: pa.Schema) -> dict[str, str]:
+    """Return the encoding of each column with lists of numbers."""
+    return {
+        f"{field.name}.list.element": "BYTE_STREAM_SPLIT"
+        for field in schema
+        if types.is_list(field.type) and types.is_primitive(field.type.value_type)
+    }
+
+
+# Shuffled rows keep their order when the types of files change. In the first version of the lists,
+# integers had 8 bytes, ages 4, and texts a bit each for null.
+def shuffled_bytes(table: pa.Table) -> int:
+    """Return the bytes of a table that count for the row groups."""
+    size_bytes = table.nbytes
+    for name in table.column_names:
+        column = table.column(name).chunk(0)
+        if not types.is_list(column.type):
+            continue
+        values = column.values
+        count = len(values)
+        if name == AGE:
+            size_bytes += 4 * count - values.nbytes
+        elif types.is_integer(values.type):
+            size_bytes += 8 * count - values.nbytes
+        else:
+            size_bytes += null_bytes(count)
+    return size_bytes
+
+
+def null_bytes(count: int) -> int:
+    """Return the bytes of a bit each."""
+    return -(-count // 8)
+
+
+# Row groups are the units of shuffling, so they end where their bytes do, not their rows: a user
+# may have thousands of events.
 def group_ends(weights: Numbers, size_bytes: int) -> Sequence[int]:
     """Return the ends of row groups with about GROUP_BYTES, given each row's weight and the bytes
     of all. Pure.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.engine import TaskContext
-from rayrec.data.sequences.build import MANIFEST, EventsLog, build
+from rayrec.data.sequences.build import MANIFEST, VERSION, EventsLog, build
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older, version_key
 
@@ -30,14 +30,19 @@ def check_lists(folder: str, schema: Schema) -> None:
     assert schema.sequence is not None
     assert schema.split is not None
     manifest = storage.read_json(storage.join(storage.parent_folder(folder), MANIFEST))
-    for name, value in (("sequence", schema.sequence), ("split", schema.split)):
-        current = value.to_dict()
+    settings = {"sequence": schema.sequence.built(), "split": schema.split.to_dict()}
+    for name, current in settings.items():
         differing = [key for key in current if current[key] != manifest[name].get(key)]
         for key in differing:
             raise InputError(
                 f"{folder}: {name}.{key} of the schema must match {manifest[name].get(key)}, with "
                 f"which the lists were built, got {current[key]}. Change it, or give the events"
             )
+    if schema.aged and manifest["version"] != VERSION:
+        raise InputError(
+            f"{folder}: the lists have ages of an earlier version. Build them again, or set "
+            "--workload.model.times false"
+        )
 
 
 # Two runs may start with one log at once: the second waits until the first has built the lists. The
@@ -49,7 +54,9 @@ def cached_lists(log: EventsLog, context: TaskContext) -> str:
     root = _root(log, context)
     inputs = log.job_inputs()
     names = tuple(file.path for file in log.files)
-    form = {name: value for name, value in inputs.items() if name not in ("log", "version")}
+    # Complete lists of another job_version are as good
+    versions = ("log", "version", "job_version")
+    form = {name: value for name, value in inputs.items() if name not in versions}
     key = version_key((names, storage.json_text(form)), (inputs["version"], inputs["log"]))
     folder = storage.join(root, key)
     storage.make_folder(root)
