@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, final
 
 import torch
@@ -67,7 +68,8 @@ class ItemNumbers:
         """
         if not len(self.rows):
             return self
-        keys = self.rows * (self.numbers.max() + 1) + self.numbers
+        # One more number in each row, for the unknown items
+        keys = self.rows * (self.numbers.max() + 2) + self.numbers
         _, number = keys.unique(return_inverse=True)
         index = torch.arange(len(keys), device=keys.device)
         first = index.new_full((len(keys),), len(keys))
@@ -105,16 +107,48 @@ def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tens
 class CandidateScores:
     """Dot products of row and candidate vectors, part by part."""
 
-    def __init__(self, rows: torch.Tensor, candidates: torch.Tensor) -> None:
-        """Create from vectors, [rows, width] and [candidates, width]."""
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        candidates: torch.Tensor,
+        *,
+        stored: torch.Tensor | None = None,
+    ) -> None:
+        """Create from vectors, [rows, width] and [candidates, width], and the scores of all rows,
+        if they are computed already.
+        """
         self.shape = (len(rows), len(candidates))
+        self.stored = stored
+        """Scores of all rows, float32 [rows, candidates]. None: not computed, or too many."""
         self._rows = rows.float()
-        self._filled = filled_vectors(candidates)
+        self._candidates = candidates.float()
+
+    @cached_property
+    def _filled(self) -> torch.Tensor:
+        return filled_vectors(self._candidates)
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """Return the scores of the rows [start, stop), float32 [stop - start, candidates]."""
+        if self.stored is not None:
+            return self.stored[start:stop]
         products = self._rows[start:stop] @ self._filled.T
         return products[:, : self.shape[1]]
+
+    def at_items(self, items: ItemNumbers) -> torch.Tensor:
+        """Return the scores of candidates, float32 [items]."""
+        vectors = self._candidates[items.numbers]
+        return (self._rows[items.rows] * vectors).sum(1)
+
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return a function's values of all rows, [rows], from the scores of some at a time."""
+        values = []
+        tiles = _tiles(*self.shape)
+        for start, stop in tiles:
+            scores = self(start, stop)
+            values.append(function(scores))
+            if len(tiles) == 1:
+                self.stored = scores
+        return torch.cat(values)
 
 
 def without_items(logits: torch.Tensor, items: ItemNumbers) -> torch.Tensor:
@@ -279,6 +313,12 @@ def _lowest_tied(logits: torch.Tensor, last: torch.Tensor, k: int) -> torch.Tens
 
 # A million candidates and 256 rows have a gigabyte of scores, so only some rows have theirs at any
 # time.
+def _tiles(rows: int, candidates: int) -> list[tuple[int, int]]:
+    """Divide rows into ranges [start, stop), at least one, with scores that fit in memory."""
+    step = max(1, _TILE_NUMBERS // max(1, candidates))
+    return [(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
+
+
 def tiled_rank_measures(
     scores: Callable[[int, int], torch.Tensor],
     targets: ItemNumbers,
@@ -298,14 +338,11 @@ def tiled_rank_measures(
         ks: As in `rank_measures`.
         seen: As in `rank_measures`.
     """
-    rows, candidates = shape
-    step = max(1, _TILE_NUMBERS // max(1, candidates))
     targets = targets.in_order()
     if seen is not None:
         seen = seen.in_order()
     parts = []
-    for start in range(0, max(1, rows), step):
-        stop = min(start + step, rows)
+    for start, stop in _tiles(*shape):
         logits = scores(start, stop)
         seen_part = None if seen is None else seen.cut(start, stop)
         if seen_part is not None:

@@ -104,6 +104,23 @@ def random_items(rng: np.random.Generator, rows: int, candidates: int, most: int
     return ItemNumbers(columns[:, 0], columns[:, 1])
 
 
+def test_larger_k_changes_no_smaller_one() -> None:
+    """With ties beyond the largest k, which all candidates are searched for."""
+    rng = np.random.default_rng(2)
+    # The highest scores are rare, and the last of the best ones is tied
+    logits = torch.from_numpy(rng.geometric(0.4, (40, 33)).astype(np.float32))
+    targets = random_items(rng, 40, 33, 3)
+    all_ranks = rank_measures(logits, targets, ks=(*KS, 33))
+    for name, values in rank_measures(logits, targets, ks=KS).items():
+        np.testing.assert_array_equal(values, all_ranks[name])
+
+
+def test_unknown_target_is_not_seen_item_of_row_before() -> None:
+    targets = ItemNumbers(torch.tensor([0, 1]), torch.tensor([0, -1]))
+    measures = rank_measures(torch.zeros(2, 3), targets, ks=(1,), seen=one_row({2}))
+    assert measures["seen_targets"].tolist() == [0, 0]
+
+
 # -- Tiles
 @pytest.mark.parametrize("numbers", [1, 40, 100, 1 << 23])
 def test_tiles_change_no_measure(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +139,29 @@ def test_tiles_change_no_measure(numbers: int, monkeypatch: pytest.MonkeyPatch) 
     logits = item_ranks.without_items(queries @ vectors.T, seen)
     np.testing.assert_array_equal(best, top_items(logits, max(KS))[1])
     assert set(tiled) == set(whole)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_stored"),
+    [
+        pytest.param(23 * 33 - 1, False, id="two_tiles"),
+        pytest.param(23 * 33, True, id="one_tile"),
+    ],
+)
+def test_single_tile_is_stored(
+    numbers: int, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(item_ranks, "_TILE_NUMBERS", numbers)
+    queries = torch.randn(23, 4)
+    vectors = torch.randn(33, 4)
+    scores = CandidateScores(queries, vectors)
+    expected = queries @ vectors.T
+    torch.testing.assert_close(scores.map_rows(lambda part: part.amax(1)), expected.amax(1))
+    assert (scores.stored is not None) == is_stored
+    items = ItemNumbers(torch.tensor([22, 0]), torch.tensor([32, 5]))
+    torch.testing.assert_close(scores.at_items(items), expected[items.rows, items.numbers])
+    stored = CandidateScores(queries, vectors, stored=torch.ones(23, 33))
+    assert stored(2, 4).eq(1).all()
 
 
 def test_million_candidates_are_ranked_in_tiles_of_memory() -> None:
@@ -195,6 +235,11 @@ def test_nan_is_best_item() -> None:
 def test_distinct_items_keep_first_and_all_unknown() -> None:
     items = ItemNumbers(torch.tensor([0, 1, 0, 0, 0]), torch.tensor([3, 3, -1, 3, -1])).distinct()
     assert (items.rows.tolist(), items.numbers.tolist()) == ([0, 1, 0, 0], [3, 3, -1, -1])
+
+
+def test_unknown_item_hides_no_item_of_row_before() -> None:
+    items = ItemNumbers(torch.tensor([1, 0]), torch.tensor([-1, 3])).distinct()
+    assert items.numbers.tolist() == [-1, 3]
 
 
 # -- All rows together
