@@ -104,6 +104,8 @@ class ModelInputs:
     """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): equally
     many ids in each row.
     """
+    aged: tuple[str, ...] = ()
+    """Features of `lists` with times (`Feature.ages`)."""
     label_kind: str = "binary"
     """Kind of the main label (`rayrec.schema.Label.kind`)."""
     candidates: tuple[tuple[str, CandidateRows], ...] = ()
@@ -136,6 +138,7 @@ class ModelInputs:
                 for feature in schema.features
                 if feature.aligned_with
             ),
+            schema.aged,
             schema.labels[0].kind if has_main else "binary",
             **fields,
         )
@@ -286,6 +289,18 @@ class ClickModelConfig(Config):
         model does not support.
         """
         return ()
+
+    @property
+    def reads_ages(self) -> bool:
+        """Flag for a network that reads the times of sequences (`JaggedEmbeddings.gaps`), if the
+        log has them. Default: False.
+        """
+        return False
+
+    @property
+    def reads_request_time(self) -> bool:
+        """Flag for a network that reads the time at which it is asked. Default: False."""
+        return False
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the features whose full table the network reads (`KeyedEmbeddings.table`).
@@ -449,6 +464,12 @@ def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[st
             f"{type(config).__name__}: lists with weights must be summed, got unpooled lists "
             f"{', '.join(sequences)}. Remove weights from the schema's features."
         )
+    summed = [name for name in inputs.aged if name not in sequences]
+    if summed:
+        raise InputError(
+            f"{type(config).__name__}: lists with ages must not be summed, got "
+            f"{', '.join(summed)}. Remove ages from the schema's features."
+        )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
 
@@ -469,12 +490,19 @@ def table_key(feature: str) -> str:
 class TableInit(Config):
     """Initial value distribution of embedding tables."""
 
-    kind: Literal["uniform", "normal"] = "uniform"
-    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for n rows, or normal with mean 0 and
-    standard deviation `std`.
+    kind: Literal["uniform", "normal", "xavier"] = "uniform"
+    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for n rows, normal with mean 0 and
+    standard deviation `std`, or Xavier normal, whose deviation is sqrt(2/(n + width)).
     """
     std: Annotated[float, Gt(0), Lt(math.inf)] = 1e-4
-    """Standard deviation of the normal distribution."""
+    """Standard deviation of kind normal."""
+
+    def deviation(self, rows: int, width: int) -> float | None:
+        """Return the standard deviation of normal values in a table of this shape. None:
+        uniform.
+        """
+        deviations = {"normal": self.std, "xavier": (2 / (rows + width)) ** 0.5}
+        return deviations.get(self.kind)
 
 
 def stored_model(

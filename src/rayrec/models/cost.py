@@ -81,6 +81,7 @@ def _random_rows(
         name: JaggedEmbeddings(
             random(rows * length, config.table_width),
             torch.full((rows,), length, dtype=torch.int64, device=device),
+            torch.ones(rows * length, device=device) if name in inputs.aged else None,
         )
         for name, length in sequence_lengths(config, inputs).items()
     }

@@ -22,6 +22,17 @@ class ItemList:
     lengths: torch.Tensor
     """Number of ids of each row, int64 [rows]."""
 
+    def present(self, candidates: CandidateRows) -> ItemList:
+        """Return the ids without those of missing values. An encoder writes one for an empty
+        list.
+        """
+        if candidates.missing is None:
+            return self
+        is_present = self.ids != candidates.missing
+        rows = ItemNumbers.from_lists(self.ids, self.lengths).rows
+        lengths = torch.bincount(rows[is_present], minlength=len(self.lengths))
+        return ItemList(self.ids[is_present], lengths)
+
     def items(self, candidates: CandidateRows) -> ItemNumbers:
         """Return the ids as candidate numbers."""
         return ItemNumbers.from_lists(candidates.numbers(self.ids), self.lengths)
@@ -54,7 +65,7 @@ def evaluation_items(
     """
     items = lists[feature]
     empty = ItemList(items.ids[:0], torch.zeros_like(items.lengths))
-    target = lists.get(TARGET, empty)
+    target = lists.get(TARGET, empty).present(candidates)
     is_last = target.lengths == 0
     if len(items.ids):
         last = items.ids[(items.lengths.cumsum(0) - 1).clamp(min=0)]
@@ -67,7 +78,8 @@ def evaluation_items(
     targets = ItemNumbers.joined(listed, ItemNumbers.one_each(candidates.numbers(last), has_last))
     if SEEN not in lists:
         return EvaluationItems(targets, None, is_last)
-    return EvaluationItems(targets, lists[SEEN].items(candidates), is_last)
+    seen = lists[SEEN].present(candidates).items(candidates)
+    return EvaluationItems(targets, seen, is_last)
 
 
 def item_histories(

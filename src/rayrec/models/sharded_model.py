@@ -76,7 +76,7 @@ class TableValues:
         uses one for a table in host memory, and one per CPU, up to 8, for a table on a device,
         which is larger.
         """
-        distribution = self.start or TableInit()
+        deviation = (self.start or TableInit()).deviation(self.num_embeddings, self.embedding_dim)
         bound = self.num_embeddings**-0.5
         rows, columns = part.shape
 
@@ -91,8 +91,8 @@ class TableValues:
             is_direct = is_plain and target.shape == (block_rows, self.embedding_dim)
             values = target if is_direct else torch.empty(block_rows, self.embedding_dim)
             generator = torch.Generator().manual_seed(_block_seed(self.seed, self.table, block))
-            if distribution.kind == "normal":
-                values.normal_(0.0, distribution.std, generator=generator)
+            if deviation is not None:
+                values.normal_(0.0, deviation, generator=generator)
             else:
                 values.uniform_(-bound, bound, generator=generator)
             if not is_direct:
@@ -386,6 +386,7 @@ class _Head(nn.Module):
             pooled,
             one_by_one,
             batch.sequence_features,
+            gaps=batch.gaps,
             penalty=penalty,
         )
         if self.training and self._sample_offset is not None:
@@ -409,6 +410,7 @@ class _Head(nn.Module):
         one_by_one: Mapping[str, JaggedTensor] | None,
         sequence_features: KeyedJaggedTensor | None,
         *,
+        gaps: Mapping[str, torch.Tensor] | None = None,
         penalty: float = 0.0,
     ) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the network by name."""
@@ -419,7 +421,7 @@ class _Head(nn.Module):
             self.inputs.features,
             self.dim,
             lambda: self._deliver(dense, pooled, penalty),
-            sequences=lambda: self._sequences(unpooled, len(dense), penalty),
+            sequences=lambda: self._sequences(unpooled, gaps or {}, len(dense), penalty),
             ids=lambda feature: ids[feature].values().long(),
             table=lambda feature: unpooled[table_key(feature)].values(),
         )
@@ -433,6 +435,7 @@ class _Head(nn.Module):
     def _sequences(
         self,
         one_by_one: Mapping[str, JaggedTensor],
+        gaps: Mapping[str, torch.Tensor],
         rows: int,
         penalty: float,
     ) -> dict[str, JaggedEmbeddings]:
@@ -441,7 +444,8 @@ class _Head(nn.Module):
         for name in self._unpooled:
             jagged = one_by_one[name]
             lengths = jagged.lengths().long()[:rows]  # A batch without rows has one of empty lists
-            sequences[name] = JaggedEmbeddings(_penalised(jagged.values(), penalty), lengths)
+            values = _penalised(jagged.values(), penalty)
+            sequences[name] = JaggedEmbeddings(values, lengths, gaps.get(name))
         return sequences
 
     def _deliver(self, dense: torch.Tensor, pooled: KeyedTensor | None, penalty: float) -> Delivery:

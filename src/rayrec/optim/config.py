@@ -79,8 +79,8 @@ class LearningRateSchedule(Config):
 
     def factor(self, step: int) -> float:
         """Return the fraction of the base learning rate in step `step` (from 0), before the floor.
-        With W warm-up steps, it is (step + 1) / W below W. In the k-th (from 1) of N decay steps it
-        falls from 1 to `final_fraction` as s^2, s or (1 - cos(pi s)) / 2 with s = (N - k) / N.
+        With W warm-up steps, it is (step + 1) / W below W. In decay step k (from 1) of N, s is (N -
+        k) / N. It falls from 1 to `final_fraction` as s^2, s or (1 - cos(pi s)) / 2.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -280,7 +280,8 @@ class DenseOptimizerConfig(Config):
             "weight_decay": self.weight_decay,
             "fused": self._fused(parameters),
         }
-        groups: list[Any] = parameters
+        # torch rejects an empty list, but a network may have all of its weights in tables
+        groups: list[Any] = parameters or [{"params": []}]
         if self.decay_matrices_only:
             groups = [{"params": [parameter for parameter in parameters if parameter.dim() > 1]}]
             groups.append(

@@ -120,7 +120,8 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
         # Settings of an earlier version do not have a later field
         if old != _ABSENT or value != config.EARLIER.get(field.name, default_of(field)):
             yield from _value_changes(f"{prefix}{field.name}", old, value, plain.get(field.name))
-    for name in stored.keys() - plain.keys():
+    named = {field.name for field in dataclasses.fields(config)}
+    for name in stored.keys() - plain.keys() - named:
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)
 
 

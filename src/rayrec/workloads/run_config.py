@@ -176,9 +176,9 @@ class EarlyStoppingConfig(Config):
     min_improvement: float = 0.0
     """Minimum increase in score over the last improvement to count as an improvement."""
     target: float | None = None
-    """Metric value that ends training, at the first evaluation to reach it: AUROC for click models,
-    ndcg_at_K for retrieval, accuracy for images, a loss as low for language models. None: no
-    target.
+    """Metric value that ends training, at the first evaluation to reach it. AUROC for click models,
+    `best_metric` at K for retrieval, accuracy for images, a loss as low for language models. None:
+    no target.
     """
 
 

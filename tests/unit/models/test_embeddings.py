@@ -79,6 +79,8 @@ def test_initial_values_match_distribution_and_start_on_meta() -> None:
     assert whole.std().item() == pytest.approx(1e-4, rel=0.01)
     assert whole.abs().max() > 4e-4
     assert not torch.equal(whole[:100], whole[65_536:65_636])
+    TableValues(**TABLE, start=TableInit(kind="xavier", std=9.0)).fill(whole)
+    assert whole.std().item() == pytest.approx((2 / 150_008) ** 0.5, rel=0.01)
     rejects(r"std: must be above 0 .*, got 0\.0", TableInit, kind="normal", std=0.0)
     # Runs and golden curves of earlier versions start with these values.
     part = torch.empty(2, 3)

@@ -73,6 +73,12 @@ def test_itemknn_sums_shrunk_cosines_of_nearest_items(
     assert np.count_nonzero(scores) > 10
 
 
+def test_knn_keeps_first_of_equal_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_baselines, "NEIGHBORS", 1)
+    knn = ItemKNN(3).fit([(items_of([[0, 1], [0, 2]]), 2)])
+    assert np.flatnonzero(knn.scores(items_of([[0]]), 1)[0]).tolist() == [1]
+
+
 @pytest.mark.parametrize("block", [1, 1 << 24])
 def test_ease_solves_ridge_regression_without_diagonal(
     block: int,

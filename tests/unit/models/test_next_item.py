@@ -326,6 +326,34 @@ def test_settings_of_losses() -> None:
     rejects("unit_vectors: must be true for loss ccl, got false", SASRecConfig, loss="ccl")
 
 
+@pytest.mark.parametrize("sample", [None, [4, 4, 9]])
+def test_item_dropout_has_one_mask_per_item(sample: Sequence[int] | None) -> None:
+    loss = "full" if sample is None else "sampled"
+    network = network_of("sasrec", loss=loss, item_dropout=0.5).train()
+    outputs = outputs_of(network, {"item": [[4, 4, 9, 5]]}, sample=sample)
+    values = outputs["values"]
+    masks = values / TABLE[[4, 4, 9, 5]]
+    assert masks.unique().tolist() == [0, 2]
+    assert torch.equal(values[0], values[1])
+    rows = outputs["table"] if sample else outputs["table"][[4, 4, 9]]
+    assert torch.equal(rows, values[:3])
+    assert torch.equal(outputs["inputs"], values)
+
+
+def test_item_dropout_is_for_training_alone() -> None:
+    network = network_of("sasrec", item_dropout=0.5)
+    outputs = outputs_of(network, {"item": LISTS})
+    assert torch.equal(outputs["table"], TABLE)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+def test_best_metric_selects_weights(name: str) -> None:
+    config = models.config_class(name)(k=3, best_metric="recall")
+    metrics = {"ndcg_at_3": 0.5, "recall_at_3": 0.25}
+    assert config.score(metrics) == 0.25
+    assert config.replace(best_metric="ndcg").score(metrics) == 0.5
+
+
 # -- Aligned lists and evaluations
 def test_aligned_lists_are_added_to_items() -> None:
     network = network_of("sasrec", INPUTS)
@@ -366,6 +394,17 @@ def test_earlier_sasrec_is_recbole_with_row_means() -> None:
     assert found == SASRecConfig(block="recbole", loss_mean="rows", hidden=256, dropout=0.5)
     current = SASRecConfig()
     assert stored_model(current.to_dict(), where="config.yaml") == current
+
+
+@pytest.mark.parametrize(("std", "expected"), [(None, 64**-0.5), (0.02, 0.02)])
+def test_weight_std_is_deviation_of_matrices(std: float | None, expected: float) -> None:
+    torch.manual_seed(0)
+    network = SASRecConfig(embedding_dim=64, weight_std=std).build(PLAIN)
+    weights = dict(network.named_parameters())
+    assert weights["blocks.1.first.weight"].std().item() == pytest.approx(expected, rel=0.05)
+    assert weights["positions"].std().item() == pytest.approx(std or (2 / 69) ** 0.5, rel=0.2)
+    assert weights["norm.weight"].eq(1).all()
+    assert weights["blocks.0.first.bias"].eq(0).all()
 
 
 def test_inputs_return_frequencies() -> None:

@@ -1,6 +1,7 @@
 """Next-item networks against RecTools, with equal weights. Skipped without its package."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ INPUTS = ModelInputs(
     lists=(("item", LENGTH + 1),),
     candidates=(("item", CandidateRows(1, ITEMS)),),
 )
+TIMED_INPUTS = replace(INPUTS, aged=("item",))
 LISTS = ((3, 4, 5, 6, 7, 8, 9, 10, 11), (12, 13, 14, 15), (16,), (2, 2, 29, 28, 27, 26, 25, 24))
 
 
@@ -80,10 +82,12 @@ def weights_of(name: str, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Te
             weights[f"blocks.{block}.joint.weight"] = torch.cat([u, q, k, v])
             by_offset = theirs[f"{prefix}.rel_attn.pos_weights"]
             weights[f"blocks.{block}.distances"] = by_offset[:LENGTH].flip(0)
+            if f"{prefix}.rel_attn.time_weights" in theirs:
+                weights[f"blocks.{block}.times"] = theirs[f"{prefix}.rel_attn.time_weights"]
     return weights
 
 
-def make_theirs(name: str) -> Any:
+def make_theirs(name: str, *, timed: bool = False) -> Any:
     shared = {"n_blocks": BLOCKS, "n_factors": DIM, "n_heads": HEADS, "dropout_rate": 0.0}
     layers = {
         "sasrec": lambda: sasrec.SASRecTransformerLayers(**shared),
@@ -93,7 +97,7 @@ def make_theirs(name: str) -> Any:
             linear_hidden_dim=DIM // HEADS,
             attention_dim=DIM // HEADS,
             session_max_len=LENGTH,
-            relative_time_attention=False,
+            relative_time_attention=timed,
             relative_pos_attention=True,
         ),
     }[name]()
@@ -113,10 +117,19 @@ def make_theirs(name: str) -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("name", ["sasrec", "esasrec", "hstu"])
-def test_network_matches_rectools(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "timed"),
+    [
+        ("sasrec", False),
+        ("esasrec", False),
+        ("hstu", False),
+        ("hstu", True),
+    ],
+)
+def test_network_matches_rectools(name: str, timed: bool) -> None:
+    """RecTools' HSTU with times knows that of the next item."""
     torch.manual_seed(0)
-    theirs = make_theirs(name)
+    theirs = make_theirs(name, timed=timed)
     with torch.no_grad():
         for parameter_name, parameter in theirs.named_parameters():
             # HSTU's own code has norms without weights
@@ -127,8 +140,9 @@ def test_network_matches_rectools(name: str) -> None:
         attention_heads=HEADS,
         blocks=BLOCKS,
         dropout=0.0,
+        **({"request_time": True} if timed else {}),
     )
-    ours = config.build(INPUTS).eval()
+    ours = config.build(TIMED_INPUTS if timed else INPUTS).eval()
     ours.load_state_dict(weights_of(name, theirs.state_dict()))
     table = torch.randn(ITEMS, DIM)
     table[0] = 0
@@ -137,9 +151,14 @@ def test_network_matches_rectools(name: str) -> None:
         padded[row, LENGTH - len(items) :] = torch.tensor(items)
     lengths = torch.tensor([len(items) for items in LISTS])
     elements = ListElements(lengths.cumsum(0) - lengths, lengths, width=LENGTH)
+    # Of items and of the next one, with differences from seconds to years
+    times = (10 ** (7 * torch.rand(len(LISTS), LENGTH + 1))).long().cumsum(1)
+    gaps = [row.diff()[LENGTH - len(items) :] for row, items in zip(times, LISTS, strict=True)]
+    if timed:
+        elements.measure_times(torch.cat(gaps).float()[elements.item], to_next=True)
     ids = torch.tensor([item for items in LISTS for item in items])
     with torch.no_grad():
-        expected = theirs.encode_sessions({"x": padded}, table)
+        expected = theirs.encode_sessions({"x": padded, "unix_ts": times}, table)
         states = ours.encode(table[ids[elements.item]], elements)
     of_places = expected[elements.rows, LENGTH - 1 - elements.age]
     torch.testing.assert_close(states, of_places, rtol=1e-5, atol=1e-5)

@@ -709,9 +709,14 @@ def test_item_features_must_be_single_categories() -> None:
     assert TOWERS.user_features(PAIRS) == ("user", "kind")
     listed = ModelInputs(0, ("user", "item"), lists=(("item", 5),))
     rejects(
-        r"item_features: must be features of one category a row, got item",
+        r"item_features: must be features of one category a row, got item\. The log has user",
         TOWERS.user_features,
         listed,
+    )
+    rejects(
+        r"a row, got item\. Use recipe next_item, or name user and item in sparse, not in sequence",
+        TOWERS.user_features,
+        ModelInputs(0, ("item", "target"), lists=(("item", 5), ("target", None))),
     )
     rejects(
         r"item_features: must name at least the item's id, got none",

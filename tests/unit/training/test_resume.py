@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from builders.events import NEW_ITEMS, USERS, events_run, grown_events, write_events
 from builders.faults import flip, rejects, unreadable
+from builders.interactions import ITEMS
 from builders.runs import LEAN, QUIET, events_of, train
 from ranks import data_parallel
 from ranks.checkpoint import same
@@ -37,6 +39,7 @@ from rayrec.checkpoint import (
 from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.models.base import TableInit
 from rayrec.models.ranking.dcnv2 import DCNv2Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.dlrm import DLRMConfig
@@ -463,6 +466,17 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(open_checkpoint(str(run))))
 
 
+def vocabularies_of(column: str, *runs: Path) -> list[dict[int, int]]:
+    """Return the row of each category of a column, for each run."""
+    found = []
+    for run in runs:
+        preprocessor = Preprocessor.load(str(run / "preprocessor"))
+        number = preprocessor.inputs.sparse.index(column)
+        ids = preprocessor.sparse[number].ids().tolist()
+        found.append(dict(zip(preprocessor.vocabulary(number).tolist(), ids, strict=True)))
+    return found
+
+
 OPTIMIZERS = {
     "rowwise_adagrad": "adam",
     "adagrad": "adagrad",
@@ -473,7 +487,13 @@ OPTIMIZERS = {
 
 
 def check_rows(
-    name: str, before: torch.Tensor, after: torch.Tensor, vocabularies: Sequence[dict[int, int]]
+    name: str,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    vocabularies: Sequence[dict[int, int]],
+    *,
+    table: str,
+    start: TableInit | None = None,
 ) -> int:
     """Check that each row of a table's tensor is that of its category before, or fresh. Returns the
     number of categories whose row is another one.
@@ -481,8 +501,7 @@ def check_rows(
     old, new = vocabularies
     fresh = torch.zeros_like(after)
     if name.startswith("model."):
-        vocabulary = name.partition("embedding_bags.")[2].partition(".")[0]
-        TableValues(SEED, vocabulary, len(after), DIM).fill(fresh)
+        TableValues(SEED, table, len(after), after.shape[1], start).fill(fresh)
     for token, row in new.items():
         source = before[old[token]] if token in old else fresh[row]
         assert torch.equal(after[row], source), (name, row)
@@ -505,9 +524,6 @@ def test_warm_start_keeps_known_and_starts_new_rows(
     train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
     before = tensors(tmp_path / "old")
     after = captured()
-    old_p, new_p = (
-        Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new")
-    )
     assert before.keys() == after.keys()
     moved = 0
     compared = 0
@@ -517,19 +533,15 @@ def test_warm_start_keeps_known_and_starts_new_rows(
             # the network, and the numbers of Adam's steps
             assert torch.equal(tensor, before[name]), name
             continue
-        n = new_p.inputs.sparse.index(vocabulary)
-        vocabularies = [
-            dict(zip(p.vocabulary(n).tolist(), p.sparse[n].ids().tolist(), strict=True))
-            for p in (old_p, new_p)
-        ]
-        moved += check_rows(name, before[name], tensor, vocabularies)
+        vocabularies = vocabularies_of(vocabulary, tmp_path / "old", tmp_path / "new")
+        moved += check_rows(name, before[name], tensor, vocabularies, table=vocabulary)
         compared += bool(before[name].any())
     assert moved > 50
     assert compared >= 4
     (event,) = events_of(tmp_path / "new", "warm_start")
     assert event["tables"]["item"] == {"kept": 30, "fresh": 10, "dropped": 10}
     assert (event["kept"], event["fresh"], event["dropped"]) == (60, 10, 10)
-    assert event["preprocessor"] == old_p.hash()
+    assert event["preprocessor"] == Preprocessor.load(str(tmp_path / "old" / "preprocessor")).hash()
     assert "60 kept, 10 fresh, 10 dropped" in (tmp_path / "new" / "report.html").read_text()
 
 
@@ -620,6 +632,45 @@ def test_warm_start_supports_sequences_and_ensembles(
         )
     (event,) = events_of(tmp_path / "new", "warm_start")
     assert (event["kept"], event["fresh"], event["dropped"]) == (70, 10, 0)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_warm_start_of_events_keeps_items(
+    extended: bool,
+    captured: Captured,
+    tmp_path: Path,
+) -> None:
+    """On a log with new users and new items, whose vocabulary is counted again or extended."""
+    config = events_run(write_events(tmp_path), tmp_path, name="old", seed=SEED)
+    train(config)
+    path = write_events(tmp_path, grown_events())
+    new = config.replace(
+        name="new",
+        train_data={"path": path},
+        init_from=str(tmp_path / "old"),
+        steps=1,
+        evaluate_every=1,
+    )
+    if extended:
+        out = str(tmp_path / "vocabulary")
+        rayrec.vocabulary(path, out=out, extend=str(tmp_path / "old"), console=QUIET)
+        new = new.replace(workload={"preprocessor": out})
+    run = train(new)
+    before = tensors(tmp_path / "old")
+    after = captured()
+    assert before.keys() == after.keys()
+    vocabularies = vocabularies_of("item", tmp_path / "old", tmp_path / "new")
+    moved = 0
+    for name, tensor in before.items():
+        if "embeddings.item" in name and tensor.dim():
+            start = config.workload.table_start
+            moved += check_rows(name, tensor, after[name], vocabularies, table="item", start=start)
+        else:
+            assert torch.equal(after[name], tensor), name
+    assert (moved > NEW_ITEMS) != extended
+    (event,) = events_of(tmp_path / "new", "warm_start")
+    assert event["tables"]["item"] == {"kept": ITEMS, "fresh": NEW_ITEMS, "dropped": 0}
+    assert run.metrics["targets"] == 2 * USERS
 
 
 def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> None:

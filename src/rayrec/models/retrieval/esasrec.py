@@ -11,18 +11,18 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Count
+from rayrec.layers.dropout import dropped
 from rayrec.layers.mlp import Precision, xavier_linear
 from rayrec.layers.sequence_blocks import (
     ListElements,
-    attended,
-    dropped,
     joint_projection,
     linear,
-    softmax_attention,
+    softmax_attended,
     xavier_values,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
+from rayrec.models.item_lists import Loss
+from rayrec.models.next_item import BlockNetwork, NextItemConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class _Block(nn.Module):
         dropout = self._dropout if self.training else 0.0
         dtype = self._dtype
         normed = self.attention_norm(inputs)
-        mixed = attended(
+        mixed = softmax_attended(
             elements,
             joint_projection(normed, normed, self.query_key_value, dtype),
             heads=self._heads,
-            attention=softmax_attention(dropout),
+            dropout=dropout,
         )
         mixed = dropped(linear(mixed, self.mixed, dtype), dropout)
         hidden = inputs + linear(inputs, self.attention_gate, dtype).sigmoid() * mixed

@@ -1,5 +1,5 @@
 """FuXi-α (Ye et al., "FuXi-α: Scaling Recommendation Model with Feature Interaction Enhanced
-Transformer", WWW 2025), without times.
+Transformer", WWW 2025).
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Count, Positive
+from rayrec.layers.dropout import dropped
 from rayrec.layers.mlp import Precision, UninitializedLinear, xavier_linear
 from rayrec.layers.sequence_blocks import (
+    TIME_BUCKETS,
     Attention,
     ListElements,
     attended,
     by_distance,
-    dropped,
+    by_time,
     linear,
     normal_values,
     silu_attention,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
+from rayrec.models.item_lists import Loss
+from rayrec.models.next_item import BlockNetwork, TimedConfig
 
 _EPS: Final = 1e-6
 """Epsilon of norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuXiConfig(NextItemConfig):
-    """Attention by contents and by positions in separate channels, and cosines as scores."""
+class FuXiConfig(TimedConfig):
+    """Attention by contents, by positions and by times in separate channels, and cosines as
+    scores.
+    """
 
     loss: Loss = "sampled"
     unit_vectors: bool = True
@@ -46,30 +51,49 @@ class FuXiConfig(NextItemConfig):
 
 
 class FuXi(BlockNetwork):
-    """Blocks of attention in two channels. Products have the precision's dtype."""
+    """Blocks of attention in channels. Products have the precision's dtype."""
 
     def __init__(self, config: FuXiConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__(config, inputs, precision=precision)
         dim = config.embedding_dim
         self.positions = nn.Parameter(normal_values(torch.empty(self._history, dim), dim**-0.5))
         self.blocks = nn.ModuleList(
-            _Block(config, self._history, dtype=self._dtype) for _ in range(config.blocks)
+            _Block(
+                config,
+                self._history,
+                is_timed=self._is_timed,
+                dtype=self._dtype,
+            )
+            for _ in range(config.blocks)
         )
         self.scale = math.sqrt(dim)
 
 
 class _Block(nn.Module):
-    """Attention of two channels, then feed-forward layers in two stages, [elements, dim]."""
+    """Attention of two channels, or three with times, then feed-forward layers in two stages,
+    [elements, dim].
+    """
 
-    def __init__(self, config: FuXiConfig, max_length: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: FuXiConfig,
+        max_length: int,
+        *,
+        is_timed: bool,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         dim = config.embedding_dim
         hidden = config.multiplier * dim
-        # Gates of both channels, then queries, keys and values
-        self.joint = UninitializedLinear(dim, 5 * dim, bias=False)
+        self._gates = (2 + is_timed) * dim
+        # Gates of all channels, then queries, keys and values
+        self.joint = UninitializedLinear(dim, self._gates + 3 * dim, bias=False)
         normal_values(self.joint.weight)
         self.distances = nn.Parameter(normal_values(torch.empty(max_length)))
-        self.mixed = xavier_linear(2 * dim, dim)
+        self.times = None
+        if is_timed:
+            self.times = nn.Parameter(normal_values(torch.empty(TIME_BUCKETS)))
+        self.mixed = xavier_linear(self._gates, dim)
         self.first = xavier_linear(dim, hidden, bias=False)
         self.factor = xavier_linear(dim, hidden, bias=False)
         self.second = xavier_linear(hidden, dim, bias=False)
@@ -85,11 +109,12 @@ class _Block(nn.Module):
         joint = functional.silu(linear(normed, self.joint, dtype))
         mixed = attended(
             elements,
-            joint[:, 2 * dim :],
+            joint[:, self._gates :],
             heads=self._heads,
-            attention=_channels(self.distances),
+            attention=_channels(self.distances, self.times),
         )
-        gated = joint[:, : 2 * dim] * functional.rms_norm(mixed.float(), (2 * dim,), eps=_EPS)
+        normed = functional.rms_norm(mixed.float(), (self._gates,), eps=_EPS)
+        gated = joint[:, : self._gates] * normed
         gated = dropped(gated, dropout)
         hidden = inputs + linear(gated, self.mixed, dtype).float()
         normed = dropped(functional.rms_norm(hidden, (dim,), eps=_EPS), dropout)
@@ -98,12 +123,33 @@ class _Block(nn.Module):
         return hidden + linear(inner, self.second, dtype).float()
 
 
-def _channels(distances: torch.Tensor) -> Attention:
-    """Return attention by positions and by contents, side by side in each head."""
+def _channels(distances: torch.Tensor, times: torch.Tensor | None) -> Attention:
+    """Return attention by positions, by times if there are some, and by contents, side by side in
+    each head.
+    """
     by_contents = silu_attention(None, max_length=len(distances))
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        by_position = by_distance(distances, value.shape[2]).tril().to(value.dtype) @ value
-        return torch.cat([by_position, by_contents(query, key, value)], dim=3)
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        buckets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        width = value.shape[2]
+        channels = [by_distance(distances, width).tril().to(value.dtype) @ value]
+        if times is not None and buckets is not None:
+            channels.append(_shared_by_heads(by_time(times, buckets).tril(), value))
+        channels.append(by_contents(query, key, value))
+        return torch.cat(channels, dim=3)
 
     return attend
+
+
+def _shared_by_heads(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return sums over values by weights that all heads of a list share, [lists, elements,
+    elements].
+    """
+    heads = value.shape[1]
+    side_by_side = value.transpose(1, 2).flatten(2)
+    summed = weights.to(value.dtype) @ side_by_side
+    return summed.unflatten(2, (heads, -1)).transpose(1, 2)

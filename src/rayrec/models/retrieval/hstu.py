@@ -1,4 +1,4 @@
-"""HSTU (Zhai et al., "Actions Speak Louder than Words", ICML 2024), without times."""
+"""HSTU (Zhai et al., "Actions Speak Louder than Words", ICML 2024)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Positive
+from rayrec.layers.dropout import dropped
 from rayrec.layers.mlp import Precision, UninitializedLinear, xavier_linear
 from rayrec.layers.sequence_blocks import (
+    TIME_BUCKETS,
     ListElements,
     attended,
-    dropped,
     linear,
     normal_values,
     silu_attention,
 )
 from rayrec.models.base import ModelInputs
-from rayrec.models.next_item import BlockNetwork, Loss, NextItemConfig
+from rayrec.models.item_lists import Loss
+from rayrec.models.next_item import BlockNetwork, TimedConfig
 
 _EPS: Final = 1e-6
 """Epsilon of layer norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSTUConfig(NextItemConfig):
+class HSTUConfig(TimedConfig):
     """Attention without softmax, gated by its input, and cosines as scores."""
 
     loss: Loss = "sampled"
@@ -47,7 +49,13 @@ class HSTU(BlockNetwork):
         dim = config.embedding_dim
         self.positions = nn.Parameter(normal_values(torch.empty(self._history, dim), dim**-0.5))
         self.blocks = nn.ModuleList(
-            _Block(config, self._history, dtype=self._dtype) for _ in range(config.blocks)
+            _Block(
+                config,
+                self._history,
+                is_timed=self._is_timed,
+                dtype=self._dtype,
+            )
+            for _ in range(config.blocks)
         )
         self.scale = math.sqrt(dim)
 
@@ -55,12 +63,22 @@ class HSTU(BlockNetwork):
 class _Block(nn.Module):
     """Sum of earlier elements' values by the SiLU of their score, times a gate, [elements, dim]."""
 
-    def __init__(self, config: HSTUConfig, max_length: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: HSTUConfig,
+        max_length: int,
+        *,
+        is_timed: bool,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         dim = config.embedding_dim
         self.joint = UninitializedLinear(dim, 4 * dim, bias=False)
         normal_values(self.joint.weight)
         self.distances = nn.Parameter(normal_values(torch.empty(max_length)))
+        self.times = None
+        if is_timed:
+            self.times = nn.Parameter(normal_values(torch.empty(TIME_BUCKETS)))
         self.mixed = xavier_linear(dim, dim)
         self._heads = config.attention_heads
         self._dropout = config.dropout
@@ -74,7 +92,11 @@ class _Block(nn.Module):
             elements,
             joint[:, shape[0] :],
             heads=self._heads,
-            attention=silu_attention(self.distances, max_length=len(self.distances)),
+            attention=silu_attention(
+                self.distances,
+                max_length=len(self.distances),
+                times=self.times,
+            ),
         )
         gated = joint[:, : shape[0]] * functional.layer_norm(mixed.float(), shape, eps=_EPS)
         gated = dropped(gated, self._dropout if self.training else 0.0)

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.bounds import Count
+from rayrec.bounds import Count, Positive
+from rayrec.layers.dropout import dropped
 from rayrec.layers.mlp import Precision, UninitializedLinear, init_values, xavier_linear
 from rayrec.layers.sequence_blocks import (
     ListElements,
-    attended,
-    dropped,
     joint_projection,
     linear,
     normal_values,
-    softmax_attention,
+    softmax_attended,
     xavier_values,
 )
 from rayrec.models.base import ModelInputs
@@ -44,10 +43,19 @@ class SASRecConfig(NextItemConfig):
     """
     hidden: Count | None = None
     """Width of the feed-forward layers. None: `embedding_dim`, and four times that in recbole."""
+    weight_std: Positive | None = None
+    """Standard deviation of the initial matrices and positions, which are normal. None: Xavier's,
+    and 0.02 in recbole.
+    """
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
-        network = RecBoleSASRec if self.block == "recbole" else SASRec
-        return network(self, inputs, precision=precision)
+        network_class = RecBoleSASRec if self.block == "recbole" else SASRec
+        network = network_class(self, inputs, precision=precision)
+        if self.weight_std is not None:
+            for parameter in network.parameters():
+                if parameter.dim() > 1:
+                    normal_values(parameter, self.weight_std)
+        return network
 
 
 class SASRec(NextItemNetwork):
@@ -89,11 +97,11 @@ class _Block(nn.Module):
     def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
         query = self.query_norm(inputs)
-        mixed = attended(
+        mixed = softmax_attended(
             elements,
             joint_projection(query, inputs, self.query_key_value, self._dtype),
             heads=self._heads,
-            attention=softmax_attention(dropout),
+            dropout=dropout,
         )
         hidden = self.norm(query + linear(mixed, self.mixed, self._dtype).float())
         inner = linear(hidden, self.first, self._dtype, relu=True)
@@ -145,11 +153,11 @@ class _RecBoleBlock(nn.Module):
 
     def forward(self, inputs: torch.Tensor, elements: ListElements) -> torch.Tensor:
         dropout = self._dropout if self.training else 0.0
-        mixed = attended(
+        mixed = softmax_attended(
             elements,
             joint_projection(inputs, inputs, self.query_key_value, self._dtype),
             heads=self._heads,
-            attention=softmax_attention(dropout),
+            dropout=dropout,
         )
         mixed = linear(mixed, self.mixed, self._dtype).float()
         hidden = self.attention_norm(inputs + dropped(mixed, dropout))

@@ -26,6 +26,7 @@ from rayrec.metrics.item_ranks import (
 )
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, VectorHead
+from rayrec.models.item_lists import RankMetric
 
 if TYPE_CHECKING:
     from rayrec.batch import Batch
@@ -65,6 +66,8 @@ class TwoTowerConfig(ClickModelConfig):
     """Dropout probability of each layer's outputs."""
     k: Count = 10
     """Rank k of the metrics."""
+    best_metric: RankMetric = "ndcg"
+    """Metric at rank k of the validation rows that selects the best weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,9 +84,12 @@ class TwoTowerConfig(ClickModelConfig):
         for name in self.item_features:
             if name not in inputs.features or name in lists:
                 single = ", ".join(each for each in inputs.features if each not in lists)
+                fix = f"The log has {single}: choose by --workload.model.item-features."
+                if not single:
+                    fix = "Use recipe next_item, or name user and item in sparse, not in sequence."
                 raise InputError(
                     "TwoTowerConfig.item_features: must be features of one category a row, got "
-                    f"{name}. The log has {single}: choose by --workload.model.item-features."
+                    f"{name}. {fix}"
                 )
         features = tuple(name for name in inputs.features if name not in self.item_features)
         if not features:
@@ -110,7 +116,7 @@ class TwoTowerConfig(ClickModelConfig):
         return (VectorHead("user", self.vector), VectorHead("item", self.vector))
 
     def objective(self, metrics: Mapping[str, float]) -> str:
-        return f"ndcg_at_{self.k}"
+        return f"{self.best_metric}_at_{self.k}"
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return TwoTower(self, inputs, precision=precision)

@@ -212,10 +212,27 @@ _warnings_logger = logging.getLogger("py.warnings")
 
 
 # Runs of several threads share the root logger. The first one redirects it, and the last one
-# restores it, so opening and closing are atomic.
+# restores it, so opening and closing are atomic, and wait for imports.
 _open_lock: Final = threading.Lock()
 _open_logs: Final[list[logging.Handler]] = []
 _restore_logging: Callable[[], None] | None = None
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep libraries that are imported within the context from adding a handler to the root logger,
+    through which all their warnings would go to the terminal: `logging.info` of a module
+    (fbgemm_gpu) adds one if there is none.
+    """
+    root = logging.getLogger()
+    # What a root logger without handlers uses, so that records of other threads are not lost
+    handler = logging.lastResort or logging.NullHandler()
+    with _open_lock:
+        root.addHandler(handler)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from rayrec.cluster.layout import Layout, TorchrunEnv
 from rayrec.config import InputError, error_line
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
-from rayrec.training.launchers.base import Driver, PreparedRun, local_layout
+from rayrec.training.launchers.base import Driver, PreparedRun, local_layout, quiet_imports
 from rayrec.training.stop_monitor import unsaved_cause
 from rayrec.workloads.base import TrainConfig
 
@@ -82,7 +82,7 @@ class ProcessLauncher:
 
         def load() -> None:
             # an error occurs again in the worker, which reports it
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), quiet_imports():
                 for module in (_WORKER_MODULE, *self._config.workload.WORKER_MODULES):
                     importlib.import_module(module)
 

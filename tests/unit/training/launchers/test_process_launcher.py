@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import StopToken, ThreadEngine
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
-from rayrec.training.launchers.process_launcher import fitted
+from rayrec.training.launchers.process_launcher import ProcessLauncher, fitted
 from rayrec.training.launchers.process_worker import (
     StoreControlChannel,
     StoreRendezvous,
@@ -326,6 +327,22 @@ def test_worker_without_save_in_grace_period_is_abandoned(tmp_path: Path) -> Non
     )
     assert failure["last"]
     assert latest(str(tmp_path / "run")) is None
+
+
+def test_imports_leave_root_logger_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`logging.info` adds a handler to a root logger without any."""
+    (tmp_path / "noisy_library.py").write_text("import logging\nlogging.info('loaded')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Small, "WORKER_MODULES", ("noisy_library",))
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])
+        launcher = ProcessLauncher(config(tmp_path))
+        launcher.connect(str(tmp_path), QUIET)
+        launcher.close()
+        assert logging.getLogger().handlers == []
+    assert sys.modules.pop("noisy_library")
 
 
 def test_profile_request_reaches_in_process_run(
