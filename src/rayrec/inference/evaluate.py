@@ -31,7 +31,7 @@ from rayrec.inference.recommendations import (
     compare_recommenders,
     recommendation_report,
 )
-from rayrec.inference.row_slices import slices_of, without_shared_memory
+from rayrec.inference.row_slices import SlicedRows
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.training_rows import count_training_rows
 from rayrec.metrics.binary import binary_metrics
@@ -44,7 +44,7 @@ from rayrec.workloads.recsys.baselines import CLICK_BASELINES, Baselines, Kind, 
 from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.workload import ClickWorkload
-from rayrec.workloads.scoring import GROUP, KEY, PREFIX
+from rayrec.workloads.scoring import GROUP, PREFIX
 
 
 def evaluate(
@@ -140,7 +140,7 @@ def _click_report(
         opened,
         max_rows=options.baseline_rows,
     )
-    scored = scored_rows(opened, request.console, keys=options.slice_by)
+    scored = scored_rows(opened, request.console, slice_by=options.slice_by)
     other_logits = None
     if compared is not None:
         other_rows = scored_rows(compared, request.console)
@@ -178,14 +178,9 @@ def _slice_reports(
 ) -> dict[str, list[dict[str, Any]]]:
     options = measured.options
     reports: dict[str, list[dict[str, Any]]] = {by: [] for by in options.slice_by}
-    done = 0
-    total = scored.rows * len(reports)
-    with console.preparing():
-        for by, slices in reports.items():
-            for row_slice in slices_of(by, scored.key(by), max_values=options.slice_top):
-                slices.append({"value": row_slice.name, **measured.select(row_slice.rows).report()})
-                done += len(row_slice.rows)
-                console.progress("slices (rows)", done, total)
+    for by, row_slice in scored.sliced.slices(console, max_values=options.slice_top):
+        report = measured.select(row_slice.rows).report()
+        reports[by].append({"value": row_slice.name, **report})
     return reports
 
 
@@ -316,13 +311,25 @@ def _recommendation_report(
     if other is not None and options.compare is not None:
         job = _open_other(request, options, opened, other)
         compared = Evaluated(job, None, path, console)
-    evaluated = Evaluated.open(opened, request.config, options=options, path=path, console=console)
+    evaluated = Evaluated.open(
+        opened,
+        request.config,
+        options=options,
+        kinds=options.baselines,
+        path=path,
+        console=console,
+    )
     return {**recommendation_report(evaluated, options, compared), **training_rows}
 
 
-def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
-    """Score all rows of a click model. Keeps the values of the columns `keys` too."""
-    scored = ScoredRows(keys)
+def scored_rows(
+    opened: ScoringJob,
+    console: Console,
+    *,
+    slice_by: Sequence[str] = (),
+) -> ScoredRows:
+    """Score all rows of a click model. Keeps the values to slice by too."""
+    scored = ScoredRows(slice_by)
     name = storage.name_of(opened.checkpoint.path.rstrip("/"))
     for table in opened.tables(console, title=f"score {name} (rows)"):
         scored.update(table)
@@ -373,15 +380,13 @@ class _Measured:
 
 @final
 class ScoredRows:
-    """Scores for a log. Memory per row: 5 bytes, 13 with groups, 4 per key (8 for numbers), and
-    distinct texts.
-    """
+    """Scores for a log. Memory per row: 5 bytes, 13 with groups, and that of SlicedRows."""
 
-    def __init__(self, keys: Sequence[str] = ()) -> None:
+    def __init__(self, slice_by: Sequence[str] = ()) -> None:
         self._logits: list[np.ndarray] = []
         self._labels: list[np.ndarray] = []
         self._groups: list[np.ndarray] = []
-        self._keys: dict[str, list[pa.Array]] = {key: [] for key in keys}
+        self.sliced = SlicedRows(slice_by)
         self.rows = 0
         self.checksums = (0, 0)
         """CRC-32 of the row numbers and of the labels. Block sizes do not affect it."""
@@ -394,8 +399,7 @@ class ScoredRows:
         self._labels.append(labels)
         if GROUP in table.column_names:
             self._groups.append(as_numpy(table.column(GROUP)).copy())
-        for key, chunks in self._keys.items():
-            chunks += [without_shared_memory(chunk) for chunk in table.column(KEY + key).chunks]
+        self.sliced.update(table)
         self.rows += len(table)
         row_checksum, label_checksum = self.checksums
         self.checksums = (
@@ -417,10 +421,6 @@ class ScoredRows:
     def groups(self) -> np.ndarray | None:
         """Group key of each row, int64 [rows]. None without groups."""
         return np.concatenate(self._groups) if self._groups else None
-
-    def key(self, name: str) -> pa.ChunkedArray:
-        """Return the value of each row, null if missing."""
-        return pa.chunked_array(self._keys[name])
 
 
 _RAW_FIELDS: Final = (
@@ -613,14 +613,36 @@ def _compare_recommenders(
                 f"{name}: recipe {config.recipe} neither predicts clicks nor ranks all known "
                 "items. Only such models can be compared."
             )
+    if gates != ComparisonGates() and not options.k:
+        _check_ks(configs)
     path = request.path
-    first = Evaluated.open(jobs[0], configs[0], options=options, path=path, console=request.console)
+    first = Evaluated.open(
+        jobs[0],
+        configs[0],
+        options=options,
+        kinds=options.baselines or None,
+        path=path,
+        console=request.console,
+    )
     later = [Evaluated(job, None, path, request.console) for job in jobs[1:]]
     described = [
         {"name": name, "training_rows": trained, **model_cost(job.checkpoint, config)}
         for name, job, config, trained in zip(names, jobs, configs, training_rows, strict=True)
     ]
     return compare_recommenders([first, *later], described, options, gates)
+
+
+def _check_ks(configs: Sequence[TrainConfig]) -> None:
+    """Check that models have one own rank k, at which gates compare them. Raises InputError."""
+    ks = set()
+    for config in configs:
+        assert isinstance(config.workload, ClickWorkload)
+        ks.add(getattr(config.workload.model, "k", 0))
+    if len(ks) > 1:
+        raise InputError(
+            "gates: the models must have metrics at the same k, got "
+            f"{' and '.join(map(str, sorted(ks)))}. Choose one by --k."
+        )
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
@@ -27,6 +27,7 @@ from rayrec.workloads.recsys.scoring import (
     cache_folder,
     encode_parts,
     item_lists,
+    measure_totals,
     open_run_log,
 )
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.logs.index import LogIndex
+    from rayrec.metrics.means import MeasureTotals
     from rayrec.models.base import CandidateRows
     from rayrec.workloads.base import TrainConfig
     from rayrec.workloads.run_config import DataConfig
@@ -98,6 +100,36 @@ def _single_ids(rows: EncodedRows, feature: str, preprocessor: Preprocessor) -> 
     return torch.from_numpy(ids.astype(np.int64))
 
 
+def _matched(
+    events: np.ndarray,
+    baseline: Preprocessor,
+    other: Preprocessor,
+    feature: str,
+) -> np.ndarray | None:
+    """Return the events of each candidate of another Preprocessor, 0 for other items, int64
+    [candidates]. None for hashed items.
+    """
+    numbers = []
+    tokens = []
+    for preprocessor in (baseline, other):
+        column = preprocessor.inputs.sparse.index(feature)
+        rule = preprocessor.sparse[column]
+        if rule.num_tokens is None:
+            return None
+        candidates = model_inputs(preprocessor).candidates_of(feature)
+        numbers.append(candidates.numbers(rule.ids()))
+        tokens.append(preprocessor.vocabulary(column))
+    _, index, other_index = np.intersect1d(
+        tokens[0],
+        tokens[1],
+        assume_unique=True,
+        return_indices=True,
+    )
+    matched = np.zeros(candidates.count or 0, np.int64)
+    matched[numbers[1][other_index]] = events[numbers[0][index]]
+    return matched
+
+
 @final
 @dataclass(frozen=True)
 class ItemBaselines:
@@ -113,12 +145,23 @@ class ItemBaselines:
     models: dict[ItemBaselineKind, ItemBaseline]
     """Baselines by name. Popularity is always one of them."""
 
-    @property
-    def events(self) -> np.ndarray:
-        """Number of training events of each candidate, int64 [candidates]."""
+    def totals(self, preprocessor: Preprocessor) -> MeasureTotals:
+        """Return totals of measures by a model with a Preprocessor, whose items may be others than
+        those of these baselines. Hashed items cannot be matched then, so there is no popularity.
+        Raises InputError if it has no such items.
+        """
+        feature = self.ranking.feature
+        if feature not in preprocessor.inputs.sparse:
+            raise InputError(f"compare: a model has no items {feature}. Compare models of one log.")
         popularity = self.models[POPULARITY]
         assert isinstance(popularity, Popularity)
-        return popularity.events
+        events: np.ndarray | None = popularity.events
+        ranking = self.ranking
+        if preprocessor.hash() != self.preprocessor.hash():
+            count = model_inputs(preprocessor).candidates_of(feature).count
+            ranking = replace(ranking, candidates=count or 0)
+            events = _matched(popularity.events, self.preprocessor, preprocessor, feature)
+        return measure_totals(ranking, events)
 
     def trained_rows(self, kind: ItemBaselineKind) -> int:
         """Return the number of rows that a baseline learns from."""
@@ -130,7 +173,9 @@ class ItemBaselines:
         """Read the training rows once, with whole lists, and train all baselines."""
         start, stop = self.train_rows
         row = start
-        unlimited = self.preprocessor.with_unlimited_lists()
+        unlimited = self.preprocessor
+        if not self.train.is_preprocessed:  # Such rows have the items that the model reads
+            unlimited = unlimited.with_unlimited_lists()
         for rows in encode_parts(self.train.parts(start, stop), unlimited):
             items = trained_items(rows, self.ranking.feature, unlimited, self._candidates)
             for kind, model in self.models.items():

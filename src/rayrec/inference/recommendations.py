@@ -15,21 +15,23 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import as_numpy
+from rayrec.inference.config import ComparisonGates
 from rayrec.inference.item_baselines import (
     POPULARITY,
     ItemBaselines,
     open_item_baselines,
 )
-from rayrec.inference.row_slices import slices_of, without_shared_memory
+from rayrec.inference.row_slices import SlicedRows
 from rayrec.metrics.means import MeasureTotals
 from rayrec.metrics.recommended import RECOMMENDED
 from rayrec.metrics.significance import Comparison, Difference, compare_means
 from rayrec.models.item_baselines import ItemBaselineKind
-from rayrec.workloads.recsys.scoring import measure_columns, measure_totals
+from rayrec.workloads.recsys.scorer import load_preprocessor
+from rayrec.workloads.recsys.scoring import measure_columns
 from rayrec.workloads.scoring import KEY
 
 if TYPE_CHECKING:
-    from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
+    from rayrec.inference.config import ComparisonConfig, EvaluationConfig
     from rayrec.inference.scoring import ScoringJob
     from rayrec.observe.console import Console
     from rayrec.workloads.base import TrainConfig
@@ -37,34 +39,36 @@ if TYPE_CHECKING:
 
 @final
 class MeasuredRows:
-    """Measures of rows. With `keep`, memory per row: 8 bytes for each measure, 4 for each key (8
-    for numbers), and distinct texts.
+    """Measures of rows. With `keep`, memory per row: 8 bytes for each measure, and that of
+    SlicedRows.
     """
 
-    def __init__(self, totals: MeasureTotals, *, keep: bool, keys: Sequence[str] = ()) -> None:
+    def __init__(self, totals: MeasureTotals, *, keep: bool, slice_by: Sequence[str] = ()) -> None:
         self._totals = totals
         self._keep = keep
         self._kept: dict[str, list[np.ndarray]] = {}
         self._is_count: dict[str, bool] = {}
-        self._keys: dict[str, list[pa.Array]] = {key: [] for key in keys}
-        self.checksums = (0, 0)
-        """CRC-32 of the row numbers and of the target counts. Block sizes do not affect it."""
+        self.sliced = SlicedRows(slice_by)
+        self.checksums = (0, 0, 0)
+        """CRC-32 of the row numbers, whether rows have targets, and how many.
+        Block sizes do not affect it.
+        """
 
     @property
     def rows(self) -> int:
         return self._totals.rows
 
     def update(self, table: pa.Table) -> None:
-        for key, chunks in self._keys.items():
-            column = table.column(KEY + key)
-            chunks += [without_shared_memory(chunk) for chunk in column.chunks]
+        self.sliced.update(table)
         names = [name for name in table.column_names if not name.startswith(KEY)]
         table = table.select(names)
         self._totals.update(table)
-        row_checksum, target_checksum = self.checksums
+        row_checksum, has_checksum, target_checksum = self.checksums
+        targets = as_numpy(table.column("targets"))
         self.checksums = (
             zlib.crc32(as_numpy(table.column("row")).data, row_checksum),
-            zlib.crc32(as_numpy(table.column("targets")).data, target_checksum),
+            zlib.crc32((targets > 0).data, has_checksum),
+            zlib.crc32(targets.data, target_checksum),
         )
         if not self._keep:
             return
@@ -83,10 +87,6 @@ class MeasuredRows:
     def values(self) -> dict[str, np.ndarray]:
         """Values of each mean of rows, float64 [rows], NaN in rows without a value."""
         return {name: values for name, values in self._all().items() if not self._is_count[name]}
-
-    def key(self, name: str) -> pa.ChunkedArray:
-        """Return the value of each row, null if missing."""
-        return pa.chunked_array(self._keys[name])
 
     def part(self, rows: np.ndarray) -> dict[str, Any]:
         """Return the metrics of some rows, int64 [rows], without those of all rows together."""
@@ -123,13 +123,13 @@ class Evaluated:
         config: TrainConfig,
         *,
         options: EvaluationConfig | ComparisonConfig,
+        kinds: Sequence[str] | None,
         path: str | None,
         console: Console,
     ) -> Evaluated:
-        """Open the baselines, before any row is scored. Without requested ones, a training log that
-        cannot be read is a note. Raises InputError.
+        """Open the baselines, before any row is scored. `kinds` None: only popularity, and a log
+        that cannot be read is a note; empty: the default ones. Raises InputError.
         """
-        kinds = options.baselines
         requested = (POPULARITY, "itemknn") if kinds == () else kinds or ()
         baselines = None
         try:
@@ -141,7 +141,7 @@ class Evaluated:
                 max_rows=options.baseline_rows,
             )
         except InputError as error:
-            if kinds:
+            if kinds is not None:
                 raise
             console.note(f"No {POPULARITY} beside, as the training rows cannot be read: {error}")
         return cls(job, baselines, path, console)
@@ -152,10 +152,10 @@ class Evaluated:
             with self.console.preparing():
                 self.baselines.fit(self.console.progress)
 
-    def scored(self, *, keep: bool, keys: Sequence[str] = ()) -> MeasuredRows:
+    def scored(self, *, keep: bool, slice_by: Sequence[str] = ()) -> MeasuredRows:
         """Score all rows with the model."""
         name = storage.name_of(self.job.checkpoint.path.rstrip("/"))
-        measured = MeasuredRows(self._totals(self.job.scoring.make_totals), keep=keep, keys=keys)
+        measured = MeasuredRows(self._totals(), keep=keep, slice_by=slice_by)
         for table in self.job.tables(self.console, title=f"score {name} (rows)"):
             measured.update(table)
         assert measured.rows == self.job.scoring.rows, (
@@ -169,7 +169,7 @@ class Evaluated:
         if baselines is None:
             return {}
         measured = {
-            kind: MeasuredRows(measure_totals(baselines.ranking, baselines.events), keep=keep)
+            kind: MeasuredRows(baselines.totals(baselines.preprocessor), keep=keep)
             for kind in baselines.models
         }
         first = self.job.scoring.first_row
@@ -190,10 +190,13 @@ class Evaluated:
         assert self.baselines is not None
         return {"name": kind, "trained_rows": self.baselines.trained_rows(kind)}
 
-    def _totals(self, make_totals: Any) -> MeasureTotals:
+    # The baselines may be those of another model. Its candidate numbers are of its vocabulary.
+    def _totals(self) -> MeasureTotals:
+        """Return totals of the job's rows, with the popularity of its own items."""
+        make_totals: Any = self.job.scoring.make_totals
         if self.baselines is None:
             return make_totals()
-        return measure_totals(self.baselines.ranking, self.baselines.events)
+        return self.baselines.totals(load_preprocessor(self.job.checkpoint.path))
 
 
 def recommendation_report(
@@ -206,7 +209,7 @@ def recommendation_report(
     """
     keep = options.needs_rows
     evaluated.fit()
-    measured = evaluated.scored(keep=keep, keys=options.slice_by)
+    measured = evaluated.scored(keep=keep, slice_by=options.slice_by)
     models = [measured]
     result = {**measured.metrics(), **evaluated.job.described}
     if other is not None:
@@ -259,20 +262,15 @@ def _slice_reports(
     """
     reports: dict[str, list[dict[str, Any]]] = {by: [] for by in options.slice_by}
     values = [each.values for each in models]
-    done = 0
-    with console.preparing():
-        for by, slices in reports.items():
-            for row_slice in slices_of(by, models[0].key(by), max_values=options.slice_top):
-                rows = row_slice.rows
-                report: dict[str, Any] = {"value": row_slice.name, **models[0].part(rows)}
-                if len(models) > 1:
-                    report["compared"] = models[1].part(rows)
-                if options.confidence is not None or len(models) > 1:
-                    parts = [{name: each[rows] for name, each in model.items()} for model in values]
-                    _add_differences(report, compare_means(parts, options.resampling), options)
-                slices.append(report)
-                done += len(rows)
-                console.progress("slices (rows)", done, models[0].rows * len(reports))
+    for by, row_slice in models[0].sliced.slices(console, max_values=options.slice_top):
+        rows = row_slice.rows
+        report: dict[str, Any] = {"value": row_slice.name, **models[0].part(rows)}
+        if len(models) > 1:
+            report["compared"] = models[1].part(rows)
+        if options.confidence is not None or len(models) > 1:
+            parts = [{name: each[rows] for name, each in model.items()} for model in values]
+            _add_differences(report, compare_means(parts, options.resampling), options)
+        reports[by].append(report)
     return reports
 
 
@@ -283,8 +281,12 @@ def as_json(differences: Mapping[str, Difference]) -> dict[str, dict[str, Any]]:
 
 def _check_same_targets(models: Sequence[MeasuredRows], jobs: Sequence[ScoringJob]) -> None:
     """Check that models were measured on the same rows with as many targets. Raises InputError."""
+    first = jobs[0].scoring.described["preprocessor"]
     for model, job in zip(models[1:], jobs[1:], strict=True):
-        if (model.rows, model.checksums) != (models[0].rows, models[0].checksums):
+        # Items that a vocabulary lacks count each time that a row has them, known ones once
+        stop = 3 if job.scoring.described["preprocessor"] == first else 2
+        checked = [(each.rows, *each.checksums[:stop]) for each in (model, models[0])]
+        if checked[0] != checked[1]:
             raise InputError(
                 f"{job.checkpoint.path}: its rows or their targets are not those of "
                 f"{jobs[0].checkpoint.path}. Compare models of one log, with one schema."
@@ -347,8 +349,10 @@ def _failures(
     compared: Comparison,
     last: int,
 ) -> list[str]:
-    """Return failed gates on the NDCG difference of the last and first model, a line each."""
-    if not last:
+    """Return failed gates on the NDCG difference of the last and first model at the first k, a line
+    each.
+    """
+    if not last or gates == ComparisonGates():
         return []
     name = next(name for name in compared.differences[0, last] if name.startswith("ndcg_at_"))
     gain = compared.differences[0, last][name].reversed()

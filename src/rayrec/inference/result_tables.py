@@ -7,7 +7,7 @@ from typing import Any
 from rayrec.humanize import aligned
 from rayrec.metrics.registry import BINARY_METRICS
 
-_TEXT = ("set", "path", "checkpoint", "preprocessor")
+_TEXT = ("set", "path", "checkpoint", "preprocessor", "request_time")
 _COLUMNS = (
     "rows",
     "label_rate",
@@ -51,7 +51,10 @@ def source_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what an evaluation read, as names and values."""
     named = [(name, str(result[name])) for name in _TEXT if name in result]
     if "compared" in result:
-        named.append(("other checkpoint", result["compared"]["checkpoint"]))
+        compared = result["compared"]
+        named.append(("other checkpoint", compared["checkpoint"]))
+        if "request_time" in compared:
+            named.append(("request_time of the other", compared["request_time"]))
     return named
 
 

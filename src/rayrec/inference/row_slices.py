@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import pyarrow as pa
 
 from rayrec.workloads.recsys.scoring import DAY, FREQUENCY, LENGTH
+from rayrec.workloads.scoring import KEY
+
+if TYPE_CHECKING:
+    from rayrec.observe.console import Console
 
 MISSING = "(missing)"
 OTHER_VALUES = "(others)"
 
 
-def without_shared_memory(values: pa.Array) -> pa.Array:
+def _without_shared_memory(values: pa.Array) -> pa.Array:
     """Return a copy in memory of its own, because the object store could not contain all rows."""
     if pa.types.is_dictionary(values.type):
         dictionary = pa.array(values.dictionary.to_pylist(), values.dictionary.type)
-        return pa.DictionaryArray.from_arrays(without_shared_memory(values.indices), dictionary)
+        return pa.DictionaryArray.from_arrays(_without_shared_memory(values.indices), dictionary)
     missing = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
     return pa.array(
         values.fill_null(0).to_numpy(zero_copy_only=False).copy(),
@@ -33,6 +39,36 @@ class RowSlice:
     name: str
     rows: np.ndarray
     """Ascending row numbers, int64 [rows]."""
+
+
+@final
+class SlicedRows:
+    """Values by which all rows are sliced. Memory per row: 4 bytes for each `slice_by` (8 for
+    numbers), and distinct texts.
+    """
+
+    def __init__(self, slice_by: Sequence[str]) -> None:
+        self._chunks: dict[str, list[pa.Array]] = {by: [] for by in slice_by}
+
+    def update(self, table: pa.Table) -> None:
+        """Append the rows of a scored table."""
+        for by, chunks in self._chunks.items():
+            chunks += [_without_shared_memory(chunk) for chunk in table.column(KEY + by).chunks]
+
+    def values(self, by: str) -> pa.ChunkedArray:
+        """Return the value of each row, null if missing."""
+        return pa.chunked_array(self._chunks[by])
+
+    def slices(self, console: Console, *, max_values: int) -> Iterator[tuple[str, RowSlice]]:
+        """Yield each `slice_by` with each of its slices (`slices_of`), with progress."""
+        total = sum(len(chunk) for chunks in self._chunks.values() for chunk in chunks)
+        done = 0
+        with console.preparing():
+            for by in self._chunks:
+                for row_slice in slices_of(by, self.values(by), max_values=max_values):
+                    yield by, row_slice
+                    done += len(row_slice.rows)
+                    console.progress("slices (rows)", done, total)
 
 
 # Codes are small integers even for text, so that slices of a large log cost a few bytes per row.

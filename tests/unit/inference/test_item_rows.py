@@ -39,12 +39,14 @@ def candidates_of(preprocessor: Preprocessor) -> CandidateRows:
 
 
 def rows_of(*columns: Sequence[Sequence[int]]) -> EncodedRows:
+    """Return rows as an encoder does: an empty list has one missing item."""
+    filled = [[items or [MISSING] for items in lists] for lists in columns]
     ids = [
         JaggedIds(
             np.array([item for items in lists for item in items], np.int32),
             np.array([len(items) for items in lists], np.int32),
         )
-        for lists in columns
+        for lists in filled
     ]
     return EncodedRows(np.empty((len(columns[0]), 0), np.float32), ids)
 

@@ -591,7 +591,11 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
     np.testing.assert_array_equal(full.logits, chunks.logits)
     np.testing.assert_array_equal(full.labels, chunks.labels)
     for name, expected in (("c", HEXADECIMAL), ("t", TEXT)):
-        assert full.key(name).to_pylist() == chunks.key(name).to_pylist() == expected.to_pylist()
+        assert (
+            full.sliced.values(name).to_pylist()
+            == chunks.sliced.values(name).to_pylist()
+            == expected.to_pylist()
+        )
 
 
 @pytest.mark.parametrize(

@@ -314,10 +314,10 @@ def _random_table(preprocessor: Preprocessor) -> pa.Table:
         if name in schema.lists:
             offsets = np.concatenate([[0], np.cumsum(lengths)])
             columns[name] = pa.LargeListArray.from_arrays(offsets, values)
-            weights = schema.feature(name).weights
-            if weights is not None:
-                random_weights = pa.array(rng.random(len(tokens)))
-                columns[weights] = pa.LargeListArray.from_arrays(offsets, random_weights)
+            numbers = schema.feature(name).weights or schema.feature(name).ages
+            if numbers is not None:
+                random_numbers = pa.array(rng.random(len(tokens)))
+                columns[numbers] = pa.LargeListArray.from_arrays(offsets, random_numbers)
         else:
             columns[name] = pc.if_else(
                 pa.array(present()), values, pa.scalar(None, pa.large_string())

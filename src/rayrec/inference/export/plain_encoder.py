@@ -23,6 +23,7 @@ from rayrec.data.encoding.rules import (
     TIME_FORMATS,
     DenseColumn,
     SparseColumn,
+    age_gaps,
     bracket_items,
     bucket_tokens,
     expand_bag,
@@ -39,7 +40,8 @@ from rayrec.hashing import key_tokens, xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
 """Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
-ids in each row. Lists with weights have the weight of each id too, float32.
+ids in each row. Lists with weights have the weight of each id too, float32. Lists with ages have
+the seconds from each id to the next one, from the last one to the row's time.
 """
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
@@ -89,7 +91,7 @@ _SCHEMA = {
         "escape",
         "header",
     ),
-    *("header_row", "dropped"),
+    *("header_row", "dropped", "format"),
 }
 _FEATURE = {
     *(
@@ -98,6 +100,7 @@ _FEATURE = {
         "vocabulary",
         "max_length",
         "weights",
+        "ages",
         "aligned_with",
         "list_delimiter",
     )
@@ -159,10 +162,11 @@ class Encoder:
 
     def _columns_of_log(self) -> set[str]:
         """Return the columns of the log that rows need."""
-        weights = [feature.get("weights") for feature in self._features.values()]
+        settings = self._features.values()
+        numbers = [feature.get("weights") or feature.get("ages") for feature in settings]
         features = {*self.schema["dense"], *self.schema["sparse"]}
         read = features - self._computed
-        return {*read, *self._formulas["inputs"], *filter(None, weights)}
+        return {*read, *self._formulas["inputs"], *filter(None, numbers)}
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
         """Parse lines of the log without a header, labelled or not, into rows for `encode`. Their
@@ -417,7 +421,7 @@ class Encoder:
         name: str,
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
         """Return tokens, a mask of missing ones, and for lists the number of tokens in each row and
-        their weights, if they have some.
+        their weights, or the seconds between them, if they have some.
         """
         list_parts: tuple[np.ndarray, ...] = ()
         if name in self.schema["lists"]:
@@ -431,8 +435,13 @@ class Encoder:
                 tokens += [row_list[position] for position in row_positions] or [None]
             list_parts = (np.array([max(1, len(each)) for each in positions], np.int64),)
             if feature.get("weights"):
-                weights = self._list_weights(rows, name, lists)
-                list_parts += (_selected_weights(weights, positions),)
+                numbers = self._list_numbers(rows, name, lists, feature["weights"])
+                weights = _selected(numbers, positions, 1.0)
+                list_parts += (weights.astype(np.float32),)
+            elif feature.get("ages"):
+                numbers = self._list_numbers(rows, name, lists, feature["ages"])
+                ages = _selected(numbers, positions, 0.0)
+                list_parts += (age_gaps(ages, list_parts[0]),)
         else:
             tokens = [
                 self._token(_plain(values.get(name)), name, row) for row, values in enumerate(rows)
@@ -445,32 +454,38 @@ class Encoder:
             list_parts,
         )
 
-    def _list_weights(
+    def _list_numbers(
         self,
         rows: Sequence[Mapping[str, Any]],
         name: str,
         lists: Sequence[Sequence[int | None]],
+        column: str,
     ) -> list[list[float | None]]:
-        """Return the weights of each row's list, None for those that are not numbers. Raises
-        ValueError for another number of weights than categories, and for a category without one.
+        """Return the weights or ages of each row's list, None for those that are not numbers.
+        Raises ValueError for another number of them than categories, and for a category without
+        one. A row may have no ages, which are then 0.
         """
-        weights_name = self._features[name]["weights"]
-        weights = []
+        may_lack = column == self._features[name].get("ages")
+        all_numbers = []
         for row, (values, tokens) in enumerate(zip(rows, lists, strict=True)):
-            items = _plain(values.get(weights_name))
+            items = _plain(values.get(column))
             if isinstance(items, str):
                 items = self._split(items, name)
             numbers = [_weight(_plain(item)) for item in (() if items is None else items)]
-            has_none = not _positions(tokens) and not any(number is not None for number in numbers)
-            if len(numbers) != len(tokens) and not has_none:
+            has_none = not any(number is not None for number in numbers)
+            if has_none and may_lack:
+                numbers = [0.0] * len(tokens)
+            elif has_none and not _positions(tokens):
+                numbers = [None] * len(tokens)
+            if len(numbers) != len(tokens):
                 raise ValueError(
-                    f"row {row}: {weights_name} must have a number for each category of {name}"
+                    f"row {row}: {column} must have a number for each category of {name}"
                 )
             for position in _positions(tokens):
                 if numbers[position] is None:
-                    raise ValueError(f"row {row}: {weights_name} must be finite numbers")
-            weights.append(numbers)
-        return weights
+                    raise ValueError(f"row {row}: {column} must be finite numbers")
+            all_numbers.append(numbers)
+        return all_numbers
 
     def _aligned_lists(
         self,
@@ -648,17 +663,18 @@ def _weight(value: Any) -> float | None:
     return number if -_LIMIT <= number <= _LIMIT else None
 
 
-def _selected_weights(
-    weights: Sequence[Sequence[float | None]],
+def _selected(
+    numbers: Sequence[Sequence[float | None]],
     positions: Sequence[Sequence[int]],
+    missing: float,
 ) -> np.ndarray:
-    """Return the weights at some positions of each row, 1 for the missing category of an empty
-    list.
+    """Return the numbers at some positions of each row, `missing` for the missing category of an
+    empty list.
     """
     flat: list[float] = []
-    for row_weights, row_positions in zip(weights, positions, strict=True):
-        flat += [row_weights[position] or 0.0 for position in row_positions] or [1.0]
-    return np.array(flat, np.float32)
+    for row_numbers, row_positions in zip(numbers, positions, strict=True):
+        flat += [row_numbers[position] or 0.0 for position in row_positions] or [missing]
+    return np.array(flat, np.float64)
 
 
 def _positions(tokens: Sequence[int | None]) -> list[int]:

@@ -298,9 +298,11 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
         rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
         tables = model.tables if model.predicts_by_tables else ()
         examples += [torch.zeros(2 * BATCH_ROWS, dtype=torch.int64) for _ in lists]
+        examples += [torch.zeros(2 * BATCH_ROWS) for _ in model.aged]
         examples += [torch.zeros(rows_of[name], dim) for name in tables]
         sequence_shapes += [
-            {0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)} for name in lists
+            {0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}
+            for name in (*lists, *(first.get(name, name) for name in model.aged))
         ]
         sequence_shapes += [{} for _ in tables]
     shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
@@ -413,6 +415,7 @@ def readme(exported: ExportedModel) -> str:
         gives=" and ".join(f"{head.kind} `{head.name}`" for head in heads),
         outputs=[name for head in heads for name in head.names],
         sequences=model.sequences(inputs),
+        aged=[name for name in model.sequences(inputs) if name in inputs.aged],
         tables=model.full_tables(inputs) if model.TRAINS_ON_TABLES else (),
         listed=_listed,
         score=LOADER,

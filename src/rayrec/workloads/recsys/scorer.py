@@ -70,6 +70,8 @@ class PlainModel(nn.Module):
         self.heads = heads
         self.width = width
         self.sequences = sequences
+        self.aged = tuple(name for name in sequences if name in inputs.aged)
+        """Sequences with times."""
         self._unpooled = unpooled
         self.tables = tables
         self.candidates = candidates
@@ -77,6 +79,8 @@ class PlainModel(nn.Module):
         self._has_predict = hasattr(network, "predict")
         self.predicts_by_tables = True
         """Flag for predictions that read full tables. Otherwise only evaluations do."""
+        self.reads_request_time = False
+        """Flag for a network that reads the time at which it is asked."""
 
     def forward(
         self,
@@ -93,7 +97,8 @@ class PlainModel(nn.Module):
                 width].
             sequences: For each sequence, embeddings, float32 [ids of all rows, width], and lengths,
                 int64 [rows]. A model without labels also takes the ids of each sequence, int64 [ids
-                of all rows], and full tables, float32 [num_embeddings, width].
+                of all rows], and full tables, float32 [num_embeddings, width]. Between both are the
+                `JaggedEmbeddings.gaps` of each sequence with times, float32 [ids of all rows].
         """
         values = self.predict(dense, pooled, *sequences)
         return (
@@ -131,14 +136,16 @@ class PlainModel(nn.Module):
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> KeyedEmbeddings:
         """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids
-        and tables.
+        and what follows, or tables.
         """
         count = len(self.sequences)
         jagged = sequences[: 2 * count]
         ids = sequences[2 * count : 3 * count]
-        tables = sequences[3 * count :]
+        first_table = 3 * count + len(self.aged)
+        gaps = dict(zip(self.aged, sequences[3 * count : first_table], strict=False))
+        tables = sequences[first_table:]
         one_by_one = {
-            name: JaggedEmbeddings(values, lengths)
+            name: JaggedEmbeddings(values, lengths, gaps.get(name))
             for name, values, lengths in zip(self.sequences, jagged[::2], jagged[1::2], strict=True)
         }
         return KeyedEmbeddings.in_order(
@@ -322,6 +329,9 @@ class ClickScorer:
         inputs += [
             torch.from_numpy(bags.values.astype(np.int64)).to(self._device) for bags in sequences
         ]
+        for name in self._model.aged:
+            bags = sequences[self._model.sequences.index(name)]
+            inputs.append(torch.from_numpy(_gaps(bags)).to(self._device))
         return [
             *inputs,
             *(self._full_tables if measuring or self._model.predicts_by_tables else ()),
@@ -347,6 +357,12 @@ def _lookup(ids: Ids) -> Lookup:
         return Lookup(np.ascontiguousarray(ids))
     weights = None if ids.weights is None else np.ascontiguousarray(ids.weights)
     return Lookup(np.ascontiguousarray(ids.values), ids.offsets, weights)
+
+
+def _gaps(bags: JaggedIds) -> np.ndarray:
+    """Return the seconds between a list's ids, 0 if unknown, float32 [ids]."""
+    gaps = bags.weights
+    return np.zeros(len(bags.values), np.float32) if gaps is None else np.ascontiguousarray(gaps)
 
 
 def _as_bags(ids: Ids) -> JaggedIds:
@@ -386,6 +402,7 @@ def empty_model(
         candidates=config.candidate_feature(inputs),
     )
     model.predicts_by_tables = config.TRAINS_ON_TABLES
+    model.reads_request_time = config.reads_request_time
     return model.eval().requires_grad_(requires_grad=False)
 
 

@@ -60,6 +60,8 @@ LENGTH = "length:"
 _LENGTHS: Final = (0, 1, 2, 5, 10, 20, 50, 100)
 """First length of each bucket of lists."""
 _LENGTH_NAMES: Final = ("0", "1", "2-4", "5-9", "10-19", "20-49", "50-99", "100 or more")
+REQUEST_TIME: Final = "the network reads the time of each row's first target"
+"""Note in evaluations of networks that read the time at which they are asked."""
 _BATCH_ROWS = 8192
 BATCH_ROWS: Final = 2048
 """Maximum rows per encoded batch."""
@@ -114,13 +116,15 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
-    set_fields = {"set": set_name, "path": path} if set_name else {}
+    described = {"set": set_name, "path": path} if set_name else {}
+    if measuring and workload.model.reads_request_time:
+        described["request_time"] = REQUEST_TIME
     return Scoring(
         block_rows=block_rows,
         load=process.load,
         make_totals=_totals_maker(context, schema, heads, ranking, measuring=measuring),
         described={
-            **set_fields,
+            **described,
             "bad_rows": index.faults.total,
             "preprocessor": preprocessor.hash(),
         },
@@ -130,7 +134,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
         set_name=set_name,
         first_row=rows[0],
-        rows_key=_rows_key(index.parts(*rows)) if set_name else "",
+        rows_key=_rows_key(_keyed(index, context, schema).parts(*rows)) if set_name else "",
     )
 
 
@@ -407,6 +411,15 @@ def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> 
     ]
 
 
+def _keyed(index: LogIndex, context: ScoringContext, schema: Schema) -> LogIndex:
+    """Return the index whose checksums identify rows for models with and without times of items:
+    for built lists, that without their ages.
+    """
+    if schema.sequence is None or not schema.aged or index.is_preprocessed:
+        return index
+    return _index(context, schema.with_ages(reads_ages=False), ())[0]
+
+
 # Two checkpoints are compared only on equal rows. A checksum identifies rows that moved to another
 # path; names stand in for it in logs that have none.
 def _rows_key(parts: Iterable[SegmentRange]) -> str:
@@ -653,8 +666,8 @@ class _LogBlock:
         return columns
 
     def _bucket_keys(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the number of each row's bucket in columns to slice by frequency or length, int8
-        [rows], -1 in rows without a target.
+        """Return the number of each row's bucket in columns to slice by frequency, int8 [rows], -1
+        in rows without a target.
         """
         columns = {}
         for name in self._task.slices.frequency:
@@ -666,11 +679,6 @@ class _LogBlock:
                 buckets = assign_buckets(self._preprocessor, name, first)
                 buckets[first < 0] = -1
             columns[KEY + FREQUENCY + name] = buckets
-        for name in self._task.slices.length:
-            ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
-            assert isinstance(ids, JaggedIds), "length_columns rejects others"
-            buckets = np.searchsorted(_LENGTHS, ids.lengths, side="right") - 1
-            columns[KEY + LENGTH + name] = buckets.astype(np.int8)
         return columns
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
@@ -718,8 +726,12 @@ class _LogBlock:
                 is_missing = self._values(name).is_null().to_numpy(zero_copy_only=False)
             columns[key] = _named(scored[key], bucket_names(self._preprocessor, name), is_missing)
         for name in task.slices.length:
-            key = KEY + LENGTH + name
-            columns[key] = _named(scored[key], _LENGTH_NAMES, scored[key] < 0)
+            assert self._opened.raw is not None, "open_scoring rejects preprocessed logs"
+            lists = self._opened.raw.column(name)
+            assert isinstance(lists, JaggedIds), "length_columns rejects others"
+            lengths = lists.lengths[self._scored.block.order()]
+            buckets = np.searchsorted(_LENGTHS, lengths, side="right") - 1
+            columns[KEY + LENGTH + name] = _named(buckets, _LENGTH_NAMES, buckets < 0)
         return columns
 
     def _values(self, name: str) -> pa.Array:

@@ -63,9 +63,15 @@ class ClickWorkload(ClickSettings):
             return config
         source = LogSource.at(path, config.train_data.files)
         schema = self.schema
+        data_preprocessor = source.preprocessor()
+        if data_preprocessor is None:
+            schema = schema.with_ages(reads_ages=self.model.reads_ages)
+        else:  # The rows have ages or not
+            schema = schema.with_ages_of(stored_schema(data_preprocessor))
         if schema.sequence is not None:
             split = Split(kind="named_files")  # The parts of the lists
-            return config.replace(workload=self.replace(preset=self.preset.replace(split=split)))
+            preset = self.preset.replace(split=split)
+            return config.replace(workload=self.replace(schema=schema, preset=preset))
         # A placeholder stays one, so that `check` rejects it
         if not isinstance(schema, PlaceholderSchema):
             schema = source.schema(schema, preprocessor=self.preprocessor)
@@ -348,7 +354,9 @@ class ClickWorkload(ClickSettings):
                     f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} "
                     f"of {first}. Leave out --workload.preprocessor, or preprocess the log again."
                 )
-        return preprocessor
+        if preprocessor is None or data_preprocessor is not None:
+            return preprocessor
+        return preprocessor.with_ages_of(self.schema)
 
     def _build_preprocessor(
         self,

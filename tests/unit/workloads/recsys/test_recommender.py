@@ -1,12 +1,15 @@
 """Search for the best items, against a sort of all scores."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayrec.metrics.item_ranks import ItemNumbers
+from rayrec.data.encoded_rows import JaggedIds
 from rayrec.workloads.recsys.items import recommender
-from rayrec.workloads.recsys.items.recommender import ItemLists, Recommender, TopItems
+from rayrec.workloads.recsys.items.recommender import Recommender, TopItems
 
 
 def sorted_items(scores: np.ndarray, k: int) -> list[list[int]]:
@@ -55,23 +58,56 @@ def test_tiles_exclusion_and_allow_lists(tile: int, monkeypatch: pytest.MonkeyPa
     scores = (queries @ vectors.T).numpy()
     found = make_recommender(vectors)
     assert items_of(found.top(queries, 9).numbers) == sorted_items(scores, 9)
-    rows = torch.arange(23).repeat_interleave(3)
-    numbers = torch.randint(-1, 45, (69,), generator=generator)
-    excluded = scores.copy()
+    rows = np.arange(23).repeat(3)
+    numbers = torch.randint(-1, 45, (69,), generator=generator).numpy()
     is_item = numbers >= 0
-    excluded[rows[is_item], numbers[is_item]] = -np.inf
-    top = found.top(queries, 60, excluded=ItemNumbers(rows, numbers))
+    places = (rows[is_item], numbers[is_item])
+    lists = JaggedIds(numbers, np.full(23, 3, np.int32))
+    excluded = scores.copy()
+    excluded[places] = -np.inf
+    top = found.top(queries, 60, excluded=[lists])
     assert items_of(top.numbers) == sorted_items(excluded, 60)
     allowed = np.full_like(scores, -np.inf)
-    allowed[rows[is_item], numbers[is_item]] = scores[rows[is_item], numbers[is_item]]
-    top = found.top(queries, 9, allowed=ItemNumbers(rows, numbers))
+    allowed[places] = scores[places]
+    top = found.top(queries, 9, allowed=lists)
     assert items_of(top.numbers) == sorted_items(allowed, 9)
     assert found.top(queries[:0], 9).numbers.shape == (0, 9)
 
 
-def test_lists_are_cut_by_rows() -> None:
-    lists = ItemLists.from_lengths(np.array([5, -1, 7, 8, 9], np.int32), np.array([2, 0, 1, 2]))
-    middle = lists.between(1, 4)
-    assert (middle.rows.tolist(), middle.numbers.tolist()) == ([1, 2, 2], [7, 8, 9])
-    assert lists.between(0, 1).numbers.tolist() == [5, -1]
-    assert lists.between(4, 4).numbers.tolist() == []
+class LargeTensors(TorchDispatchMode):
+    """Addresses of the float tensors with at least so many numbers."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_float = torch.is_tensor(result) and result.is_floating_point()
+        if is_float and result.numel() >= self.numbers:
+            self.addresses.add(result.untyped_storage().data_ptr())
+        return result
+
+
+def test_masks_copy_no_scores() -> None:
+    found = make_recommender(torch.randn(1000, 4))
+    lists = JaggedIds(np.arange(60), np.full(20, 3, np.int32))
+    with LargeTensors(20 * 1000) as large:
+        top = found.top(torch.randn(20, 4), 2, excluded=[lists.take(np.arange(20))], allowed=lists)
+    assert items_of(top.numbers) == [[]] * 20
+    assert len(large.addresses) == 1
+
+
+def test_tiles_bound_scores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recommender, "_TILE_SCORES", 4000)
+    found = make_recommender(torch.randn(1000, 4))
+    with LargeTensors(5000) as large:
+        found.top(torch.randn(20, 4), 2)
+    assert not large.addresses

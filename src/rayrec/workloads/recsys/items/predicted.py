@@ -15,14 +15,12 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.index import Block
 from rayrec.data.logs.reading import read_categories
-from rayrec.metrics.item_ranks import ItemNumbers
 from rayrec.metrics.ranking import DEFAULT_KS
 from rayrec.models.heads import Head, ItemsHead
 from rayrec.schema import SEEN
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.items.recommender import (
-    ItemLists,
     Recommender,
     TopItems,
     check_recommends,
@@ -105,9 +103,9 @@ class BlockItems:
 
     def score(self, rows: EncodedRows, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return the values of rows [start, stop) for `columns`, by name."""
-        excluded = None
-        if self._request.exclude_seen and self._seen:
-            excluded = ItemNumbers.joined(*(items.between(start, stop) for items in self._seen))
+        excluded = []
+        if self._request.exclude_seen:
+            excluded = [lists.cut(start, stop) for lists in self._seen]
         queries = self._recommender.queries(rows)
         top = self._recommender.top(queries, self._request.k, excluded=excluded)
         return {_NUMBERS: top.numbers, _SCORES: top.scores}
@@ -119,9 +117,9 @@ class BlockItems:
         return dict(zip(ITEM_COLUMNS, arrays, strict=True))
 
     @cached_property
-    def _seen(self) -> list[ItemLists]:
-        """Items that the block's rows have already: the list `seen`, and the whole item list,
-        whatever its `max_length`.
+    def _seen(self) -> list[JaggedIds]:
+        """Items that the block's rows have already, as candidate numbers, -1 for others: the list
+        `seen`, and the whole item list, whatever its `max_length`.
         """
         lists = self._preprocessor.inputs.lists
         names = [name for name in (SEEN, self._recommender.feature) if name in lists]
@@ -129,19 +127,18 @@ class BlockItems:
             return [self._encoded_items(name) for name in names]
         return [self._raw_items(name) for name in names]
 
-    def _raw_items(self, name: str) -> ItemLists:
+    def _raw_items(self, name: str) -> JaggedIds:
         """Return all items of a list in a raw log."""
         schema = self._preprocessor.schema
         parts = [read_categories(part, name, schema) for part in self._block.parts]
         tokens = np.concatenate([part.tokens for part in parts])
-        lengths = np.concatenate([part.lengths for part in parts])
-        numbers = self._recommender.lookup.numbers(tokens)
-        return ItemLists.from_lengths(numbers, lengths)
+        lengths = np.concatenate([part.lengths for part in parts]).astype(np.int32)
+        return JaggedIds(self._recommender.lookup.numbers(tokens), lengths)
 
-    def _encoded_items(self, name: str) -> ItemLists:
+    def _encoded_items(self, name: str) -> JaggedIds:
         """Return the items of a list in a preprocessed log, which has at most `max_length`."""
         number = self._preprocessor.inputs.sparse.index(name)
         ids = self._opened.encode(0, self._block.rows).ids[number]
         assert isinstance(ids, JaggedIds)
         candidates = model_inputs(self._preprocessor).candidates_of(name)
-        return ItemLists.from_lengths(candidates.numbers(ids.values), ids.lengths)
+        return JaggedIds(candidates.numbers(ids.values), ids.lengths)

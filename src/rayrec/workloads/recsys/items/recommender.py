@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
@@ -13,15 +12,15 @@ import torch
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
 from rayrec.data.encoding.known_categories import ENDS, UserIds, VocabularyLookup
-from rayrec.metrics.item_ranks import ItemNumbers, filled_vectors, top_items, without_items
+from rayrec.metrics.item_ranks import filled_vectors, top_items
 
 if TYPE_CHECKING:
-    from rayrec.data.encoded_rows import EncodedRows
+    from rayrec.data.encoded_rows import EncodedRows, JaggedIds
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel
 
 _TILE_SCORES: Final = 1 << 24
-"""Maximum number of scores in memory at once, unless a single row has more."""
+"""Maximum number of scores in memory at once, 64 MiB, unless a single row has more."""
 
 
 class TopItems(NamedTuple):
@@ -43,36 +42,12 @@ class TopItems(NamedTuple):
         return cls(numbers.cpu().numpy(), values.where(numbers >= 0, 0.0).cpu().numpy())
 
 
-@final
-@dataclass(frozen=True)
-class ItemLists:
-    """Any number of items in each row, as candidate numbers."""
-
-    numbers: np.ndarray
-    """Candidate numbers of all rows, -1 for other items, int32 [items]."""
-    ends: np.ndarray
-    """End of each row's items, int64 [rows]."""
-
-    @classmethod
-    def from_lengths(cls, numbers: np.ndarray, lengths: np.ndarray) -> ItemLists:
-        """Create from the number of items in each row, int [rows]."""
-        return cls(numbers, np.cumsum(lengths, dtype=np.int64))
-
-    def between(self, start: int, stop: int) -> ItemNumbers:
-        """Return the items of rows [start, stop), numbered from 0."""
-        ends = self.ends[start:stop]
-        first = int(self.ends[start - 1]) if start else 0
-        last = int(ends[-1]) if len(ends) else first
-        rows = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=first))
-        numbers = self.numbers[first:last].astype(np.int64)
-        return ItemNumbers(torch.from_numpy(rows), torch.from_numpy(numbers))
-
-
 # From rows to items:
 #
 #   EncodedRows -> network's queries [rows, dim]
 #   queries x vectors of all candidates, in tiles of rows -> scores [tile, candidates]
-#   scores without excluded and with only allowed items -> the first k, ties by candidate number
+#   scores, -inf for excluded and for other than allowed items -> the first k, ties by candidate
+#   number
 #
 # The vectors are computed once. Candidates are the vocabulary's categories: no reserved row.
 @final
@@ -98,6 +73,13 @@ class Recommender:
         """Candidate numbers of tokens."""
         self.is_list = feature in preprocessor.inputs.lists
         """Whether rows have lists of items, as for next-item models."""
+        singles = [name for name in scorer.model.sequences if name not in preprocessor.inputs.lists]
+        self.described_by = (feature, *singles)
+        """Columns of a row with a list whose known values the model knows something of."""
+        self.ages = preprocessor.schema.feature(feature).ages
+        """Column of the items' ages. None: the model reads no times."""
+        self.reads_request_time = scorer.model.reads_request_time
+        """Whether the model reads the time at which a row asks."""
         self.has_popularity = feature in preprocessor.constants.get(ENDS, {})
         """Whether candidates are ordered by their counts in the training rows, the most frequent
         first.
@@ -105,9 +87,9 @@ class Recommender:
         self._scorer = scorer
         vectors = scorer.item_vectors() if vectors is None else vectors.to(scorer.device)
         self.num_candidates = len(vectors)
-        self.vectors = vectors
-        """Vectors of all candidates, float32 [candidates, dim]."""
         self._filled = filled_vectors(vectors).contiguous()
+        self.vectors = self._filled[: len(vectors)]
+        """Vectors of all candidates, float32 [candidates, dim]."""
 
     def queries(self, rows: EncodedRows) -> torch.Tensor:
         """Return the vectors of rows, float32 [rows, dim]."""
@@ -118,8 +100,8 @@ class Recommender:
         queries: torch.Tensor,
         k: int,
         *,
-        excluded: ItemNumbers | None = None,
-        allowed: ItemNumbers | None = None,
+        excluded: Sequence[JaggedIds] = (),
+        allowed: JaggedIds | None = None,
     ) -> TopItems:
         """Return the k best items of each query, fewer if there are fewer candidates. Equal scores
         are in the order of candidate numbers.
@@ -127,22 +109,32 @@ class Recommender:
         Args:
             queries: Vectors of rows, float32 [rows, dim].
             k: Number of items.
-            excluded: Items that a row must not get.
-            allowed: Items that a row may get. None: all candidates.
+            excluded: Lists with the candidate numbers of items that each row must not get, -1 for
+                other items.
+            allowed: Lists with those of the items that each row may get, or one list for all rows.
+                None: all candidates.
         """
         k = min(k, self.num_candidates)
-        allowed = None if allowed is None else allowed.in_order()
-        excluded = None if excluded is None else excluded.in_order()
         tiles = [TopItems(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))]
         with torch.inference_mode():
             for start, stop in self._tiles(len(queries)):
                 scores = (queries[start:stop] @ self._filled.T)[:, : self.num_candidates]
                 if allowed is not None:
-                    scores = _only(scores, allowed.cut(start, stop))
-                if excluded is not None:
-                    scores = without_items(scores, excluded.cut(start, stop))
+                    scores.masked_fill_(self._not_in(allowed, start, stop), -torch.inf)
+                for lists in excluded:
+                    scores[_indices(lists.cut(start, stop))] = -torch.inf
                 tiles.append(TopItems.from_scores(scores, k))
         return TopItems(*(np.concatenate(parts) for parts in zip(*tiles, strict=True)))
+
+    def _not_in(self, allowed: JaggedIds, start: int, stop: int) -> torch.Tensor:
+        """Return which candidates the rows [start, stop) may not get, bool [stop - start,
+        candidates], or [1, candidates] of one list for all rows.
+        """
+        part = allowed if len(allowed.lengths) == 1 else allowed.cut(start, stop)
+        shape = (len(part.lengths), self.num_candidates)
+        is_left_out = torch.ones(shape, dtype=torch.bool, device=self._filled.device)
+        is_left_out[_indices(part)] = False
+        return is_left_out
 
     def popular(
         self,
@@ -157,12 +149,13 @@ class Recommender:
         Args:
             k: Number of items.
             excluded: Candidate numbers of items that are left out, -1 for none.
-            allowed: Candidate numbers of the only possible items. None: all.
+            allowed: Candidate numbers of the only possible items, ascending. None: all.
         """
+        # The first k, and as many more as may be left out
+        count = k + len(excluded)
         if allowed is None:
-            # The first k, and as many more as may be left out
-            allowed = np.arange(min(k + len(excluded), self.num_candidates))
-        numbers = np.setdiff1d(allowed[allowed >= 0], excluded)[:k].astype(np.int64)
+            allowed = np.arange(min(count, self.num_candidates))
+        numbers = np.setdiff1d(allowed[:count], excluded)[:k].astype(np.int64)
         return numbers, (1.0 / np.arange(1, len(numbers) + 1)).astype(np.float32)
 
     def lists(self, top: TopItems) -> tuple[pa.Array, pa.Array]:
@@ -205,9 +198,11 @@ def check_recommends(model: PlainModel, preprocessor: Preprocessor) -> str:
     return feature
 
 
-def _only(scores: torch.Tensor, items: ItemNumbers) -> torch.Tensor:
-    """Return a copy of the scores [rows, candidates] with -inf for all but these items."""
-    allowed = items.candidates_only()
-    masked = torch.full_like(scores, -torch.inf)
-    masked[allowed.rows, allowed.numbers] = scores[allowed.rows, allowed.numbers]
-    return masked
+def _indices(lists: JaggedIds) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row and the candidate number of each item in lists that is a candidate, int64
+    [items].
+    """
+    is_candidate = lists.values >= 0
+    rows = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[is_candidate]
+    numbers = lists.values[is_candidate].astype(np.int64)
+    return torch.from_numpy(rows), torch.from_numpy(numbers)
