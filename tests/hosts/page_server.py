@@ -109,6 +109,8 @@ def run_page(
         if kind == "file":
             with open(text.split("\n", 1)[0].removeprefix("# "), "w") as file:
                 file.write(text)
+        elif kind == "here":  # Changes this process, from which commands are forked
+            exec(text, {})
         elif kind == "python":
             namespace.run(line, text)
         else:

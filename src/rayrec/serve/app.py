@@ -224,8 +224,9 @@ class ScoringApp:
         form = _form(request)
         if not self._models.ready:
             raise _NOT_READY
-        if self._models.no_items:
-            raise RequestError(404, self._models.no_items)
+        no_items = self._models.scorer.no_items
+        if no_items:
+            raise RequestError(404, no_items)
         if form["format"] != "json":
             raise RequestError(415, "the content type must be application/json")
         opened = partial(open_recommendation, config=self._config)
@@ -370,13 +371,16 @@ class ScoringApp:
 
     async def _openapi(self, request: Request) -> Response:
         self._check_token(request)
-        model = self._models.model
+        if not self._models.ready:
+            raise _NOT_READY
+        scorer = self._models.scorer
+        model = scorer.model
         if self._document[0] is not model:
             described = document(
                 model,
                 config=self._config,
                 with_token=self._token_digest is not None,
-                recommender=None if self._models.no_items else model.recommender,
+                recommender=None if scorer.no_items else model.recommender,
             )
             content = orjson.dumps(described)
             self._document = (model, content)

@@ -105,9 +105,17 @@ def _recommend_operation(
         columns.pop(recommender.feature, None)
     history = {**many(one, "Items in chronological order."), "type": ["array", "null"]}
     columns["history"] = history
+    if recommender.is_list:
+        columns |= _time_fields(recommender)
+        columns.pop(recommender.ages or "", None)
     row = {"type": "object", "properties": columns, "additionalProperties": False}
     rows = {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": row}
-    count = {"type": "integer", "minimum": 1, "maximum": config.max_k, "default": DEFAULT_K}
+    count = {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": config.max_k,
+        "default": min(DEFAULT_K, config.max_k),
+    }
     among = {"anyOf": [per_row, ids], "description": "The only possible items."}
     fields = {
         "rows": rows,
@@ -133,6 +141,21 @@ def _recommend_operation(
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {**score["responses"], "200": answered},
         "security": list(score["security"]),
+    }
+
+
+def _time_fields(recommender: Recommender) -> dict[str, Any]:
+    """Return the fields of a row with times, which models that read none ignore."""
+    one = {"type": ["string", "number"]}
+    times = "The time of each item of the history: a date or time, or a number since 1970."
+    if recommender.ages is None:
+        times = "Ignored."
+    request_time = "Ignored."
+    if recommender.reads_request_time:
+        request_time = "The time for which the row asks. Null: now."
+    return {
+        "times": {**many(one, times), "type": ["array", "null"]},
+        "time": {"type": ["string", "number", "null"], "description": request_time},
     }
 
 
@@ -190,6 +213,8 @@ def _columns(schema: Schema) -> dict[str, Any]:
         "items": dense,
         "description": "A weight for each category of a list.",
     }
+    ages = {**weights, "description": "An age in seconds for each category of a list."}
+    aged = [schema.feature(name).ages for name in schema.aged]
     time = {
         "type": ["string", "number", "null"],
         "description": f"A date or time, or seconds since 1970. {_MISSING}",
@@ -199,6 +224,7 @@ def _columns(schema: Schema) -> dict[str, Any]:
         **dict.fromkeys(schema.dense, dense),
         **{name: categories if name in schema.lists else token for name in schema.sparse},
         **dict.fromkeys(schema.list_weights, weights),
+        **dict.fromkeys(filter(None, aged), ages),
     }
     for name, kind in schema.program.sources.items():
         items = {"number": dense, "time": time}.get(kind.kind, token)

@@ -113,7 +113,10 @@ class BatchScorer:
             self.no_items = f"{error}"
             return
         schema = self.model.preprocessor.schema
-        opened = None if histories is None else open_histories(histories, schema, feature)
+        opened = None
+        if histories is not None:
+            needs_time = self.model.scorer.model.reads_request_time
+            opened = open_histories(histories, schema, feature, needs_time=needs_time)
         self.recommender = RequestRecommender(self.model, counters, histories=opened)
         if not self.model.recommender.ids.is_known:
             _log.warning(
@@ -389,9 +392,16 @@ class ReplicaModels:
         return self.desired is not None and self.desired.announced
 
     @property
-    def model(self) -> ServedModel:
+    def scorer(self) -> BatchScorer:
+        """Scorer of the served model. A switch replaces it at any time, so values that belong
+        together are read from one.
+        """
         assert self._serving is not None, "a model is loaded before anything is asked"
-        return self._serving.scorer.model
+        return self._serving.scorer
+
+    @property
+    def model(self) -> ServedModel:
+        return self.scorer.model
 
     def answer(self, bodies: Sequence[RequestBody]) -> list[ScoreResponse | RequestError]:
         """Score bodies, all with the same model. Returns one answer per body, in order."""
@@ -408,23 +418,15 @@ class ReplicaModels:
                 shadow.offer(bodies, logits)
         return answers
 
-    @property
-    def no_items(self) -> str:
-        """Reason for a model without recommendations, empty for others."""
-        assert self._serving is not None, "a model is loaded before anything is asked"
-        return self._serving.scorer.no_items
-
     def recommend(
         self,
         bodies: Sequence[RecommendBody],
     ) -> Sequence[RecommendResponse | RequestError]:
         """Recommend for bodies, all with the same model. Returns one answer per body, in order."""
-        serving = self._serving
-        assert serving is not None, "a model is loaded before anything is asked"
-        recommender = serving.scorer.recommender
-        if recommender is None:
-            return [RequestError(404, serving.scorer.no_items)] * len(bodies)
-        return recommender.answer(bodies)
+        scorer = self.scorer
+        if scorer.recommender is None:
+            return [RequestError(404, scorer.no_items)] * len(bodies)
+        return scorer.recommender.answer(bodies)
 
     def load(self, desired: DesiredState) -> str:
         """Load missing models as standby and shadow, without a switch. Returns why one cannot be

@@ -322,7 +322,7 @@ class AnyReader(RowReader):
         for name in self.schema.columns:
             item_of, kind = self._conversion(name)
             values: Iterator[Any] = (row.get(name) for row in rows)
-            if name in self.schema.list_columns or name in self.schema.list_weights:
+            if name in self.schema.list_columns or name in self.schema.list_numbers:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
                 arrays[name] = pa.array(
@@ -334,12 +334,12 @@ class AnyReader(RowReader):
     def _conversion(self, name: str) -> tuple[Callable[[Any, str, int], Any], pa.DataType]:
         """Return the function that converts a column's JSON values, and their type."""
         source = self.schema.program.sources.get(name)
-        if name in self.schema.dense or name in self.schema.list_weights:
+        if name in self.schema.dense or name in self.schema.list_numbers:
             return self._number, pa.float64()
         if source is not None and source.kind == "number":
             return self._number, pa.float64()
         if source is not None and source.kind == "time":
-            return _time_text, pa.large_string()
+            return time_text, pa.large_string()
         return token_text, pa.large_string()
 
     def _number(self, value: Any, name: str, row: int) -> float | None:
@@ -471,7 +471,7 @@ def token_text(value: Any, name: str, number: int) -> str | None:
     )
 
 
-def _time_text(value: Any, name: str, row: int) -> str | None:
+def time_text(value: Any, name: str, row: int) -> str | None:
     """Return a time as in text files: the text of a date or time, or a number since 1970."""
     if value is None or type(value) is str:
         return value

@@ -41,6 +41,8 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp, json_memory
 from rayrec.serve.config import ServeConfig
+from rayrec.serve.counters import Counters
+from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import RequestBody, RequestError, open_body
 from rayrec.workloads.recsys.scorer import ClickScorer
 
@@ -908,6 +910,15 @@ def test_paths_and_methods(app: ScoringApp) -> None:
     assert b"http" not in page.body.replace(b"http://www.w3.org", b"")  # nothing from outside
     for root, path in itertools.product(("/clicks", "/clicks/", "/"), ("", "/", "/healthz")):
         assert ask(app, "GET", root.rstrip("/") + path or "/", root_path=root).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/recommend", "/openapi.json", "/readyz"])
+def test_server_without_model_is_not_ready(path: str) -> None:
+    models = ReplicaModels({}.__getitem__, Counters())
+    empty = ScoringApp(models, Counters(), config=ServeConfig())
+    method = "POST" if "v1" in path else "GET"
+    reply = ask(empty, method, path, headers={"content-type": "application/json"})
+    assert error_of(reply, 503)["message"] == "no model is loaded yet"
 
 
 def test_openapi_has_columns_and_valid_example(app: ScoringApp) -> None:

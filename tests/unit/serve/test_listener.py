@@ -58,6 +58,8 @@ def _refuses(port: int) -> bool:
         _connected(port).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # the listener closed while this connection waited for it
+        return False
     return False
 
 
