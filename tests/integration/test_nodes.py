@@ -169,7 +169,7 @@ def test_credentials_only_in_command_reach_workers(cluster: list[Node], tmp_path
     assert "RAYREC_SEND_CREDENTIALS=1" in said
     sent = head.rayrec(*command, **settings, RAYREC_SEND_CREDENTIALS="1")
     # each node was let in, and there is no log
-    assert "s3://logs: bucket not found" in refusal(sent)
+    assert "s3://logs/train.txt: no such file or folder" in refusal(sent)
     assert all(node.address in store.err for node in cluster)
     # none has it
     run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, head.folder / "ray", status=1)

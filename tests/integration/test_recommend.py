@@ -4,7 +4,8 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from builders.click_models import make_app, make_model
+from builders.events import events, events_run, grown_events, write_events
 from builders.faults import rejects
-from builders.interactions import ITEMS, LENGTH, small, write_log
+from builders.interactions import ITEMS, LENGTH, LISTS, small, write_log
 from builders.recommendations import (
     ITEM_TEXTS,
     post_recommend,
@@ -29,10 +32,14 @@ import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.export.items import ITEM_IDS, ITEM_VECTORS
 from rayrec.inference.model import open_served
+from rayrec.schema import Feature
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
+from rayrec.serve.recommendations import RecommendBody, RequestRecommender
 from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
+from rayrec.serve.requests import RequestError
+from rayrec.workloads.recsys.items.recommender import Recommender, TopItems
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -78,7 +85,11 @@ def test_answers_have_ids_of_log(checkpoint: str, app: ScoringApp) -> None:
 def test_predictions_equal_answers(checkpoint: str, keep_seen: bool, tmp_path: Path) -> None:
     """Lists are longer than the model reads, and all of their items are left out."""
     later = [*text_lists(9, 40), [], ["new"]]
-    log = write_items(tmp_path / "later" / "log.parquet", later, user=list(range(42)))
+    log = write_items(
+        tmp_path / "later" / "log.parquet",
+        later,
+        user=list(range(42)),
+    )
     out = tmp_path / "scores"
     options = {"k": 7, "exclude_seen": not keep_seen, "keep": ("user",), "batch_rows": 16}
     rayrec.predict(checkpoint, log, out=str(out), console=QUIET, **options)
@@ -99,6 +110,24 @@ def test_predictions_equal_answers(checkpoint: str, keep_seen: bool, tmp_path: P
     assert any(seen) == keep_seen
 
 
+def test_items_of_preprocessed_lists_are_left_out(checkpoint: str, tmp_path: Path) -> None:
+    lists = text_lists(9, 12, longest=LENGTH)
+    log = write_items(tmp_path / "later" / "log.parquet", lists)
+    rayrec.preprocess(
+        log,
+        out=str(tmp_path / "rows"),
+        format="parquet",
+        preprocessor=f"{checkpoint}/preprocessor",
+        schema=Preprocessor.load(checkpoint).schema,
+        console=QUIET,
+    )
+    tables = []
+    for path in (log, str(tmp_path / "rows")):
+        rayrec.predict(checkpoint, path, out=f"{path}-scores", k=9, batch_rows=5, console=QUIET)
+        tables.append(pq.read_table(f"{path}-scores"))
+    assert tables[0]["items"] == tables[1]["items"]
+
+
 def test_best_items_equal_brute_force(checkpoint: str, app: ScoringApp) -> None:
     history = ["größe 3", "8", "größe 3", "größe 20"]
     expected = brute_force(checkpoint, history, {*history, "größe 1"})
@@ -108,7 +137,15 @@ def test_best_items_equal_brute_force(checkpoint: str, app: ScoringApp) -> None:
     for lists in (among, [among]):
         answer = recommend(app, [{"history": history}], among=lists)
         allowed = {"größe 1", "9", "größe 5"}
-        order = [item for item in brute_force(checkpoint, history, set()) if item in allowed]
+        order = [
+            item
+            for item in brute_force(
+                checkpoint,
+                history,
+                set(),
+            )
+            if item in allowed
+        ]
         assert answer["items"][0] == order
     assert recommend(app, [{"history": history}], among=[])["items"] == [[]]
     rows = [{"history": history}, {"history": history}]
@@ -126,7 +163,14 @@ def test_text_and_number_are_one_item(app: ScoringApp) -> None:
 
 
 def test_integers_are_answered_as_integers(tmp_path: Path) -> None:
-    run = train(small("next_item", write_log(tmp_path / "log", "next_item"), tmp_path, 3))
+    run = train(
+        small(
+            "next_item",
+            write_log(tmp_path / "log", "next_item"),
+            tmp_path,
+            3,
+        )
+    )
     found = Preprocessor.load(run.checkpoint).names
     assert found is not None
     assert found.texts is None
@@ -161,7 +205,11 @@ def test_users_have_histories(checkpoint: str, tmp_path: Path) -> None:
     users = [f"ü{number}" for number in range(28)] + ["7", "8"]
     folder = tmp_path / "histories"
     write_items(folder / "part-0.parquet", lists[:20], user=users[:20])
-    write_items(folder / "part-1.parquet", [*lists[20:], []], user=[*users[20:], "empty"])
+    write_items(
+        folder / "part-1.parquet",
+        [*lists[20:], []],
+        user=[*users[20:], "empty"],
+    )
     app = make_app(open_served(checkpoint), histories=str(folder))
     named = recommend(app, [{"user": user} for user in users[:28]] + [{"user": 7}], k=5)
     given = recommend(app, [{"history": items} for items in lists[:29]], k=5)
@@ -171,6 +219,47 @@ def test_users_have_histories(checkpoint: str, tmp_path: Path) -> None:
     assert cold["fallback"] == ["popularity"] * 3
     both = recommend(app, [{"user": users[0], "history": ["8"]}], k=5)
     assert both == recommend(app, [{"history": ["8"]}], k=5)
+
+
+def test_empty_history_has_precedence(checkpoint: str, tmp_path: Path) -> None:
+    path = write_items(
+        tmp_path / "histories" / "part.parquet",
+        [["8"]],
+        user=["a"],
+    )
+    app = make_app(open_served(checkpoint), histories=path)
+    answer = recommend(app, [{"user": "a", "history": []}, {"user": "a", "history": None}])
+    assert answer["fallback"] == ["popularity", None]
+
+
+def test_list_names_no_user(checkpoint: str, tmp_path: Path) -> None:
+    path = write_items(
+        tmp_path / "histories" / "part.parquet",
+        [["8"]],
+        user=["a"],
+    )
+    app = make_app(open_served(checkpoint), histories=path)
+    reply = post_recommend(app, {"rows": [{"user": ["a"]}]})
+    assert reply.status == 400
+    assert "row 0: user is a list, not a string" in reply.json()["error"]["message"]
+
+
+def test_items_of_users_are_limited(
+    checkpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_items(
+        tmp_path / "histories" / "part.parquet",
+        [["8", "9"] * 2],
+        user=["a"],
+    )
+    app = make_app(open_served(checkpoint), histories=path)
+    monkeypatch.setattr("rayrec.serve.recommendations.MAX_IDS", 3)
+    assert recommend(app, [{"user": "a"}])["fallback"] == [None]
+    reply = post_recommend(app, {"rows": [{"user": "a"}] * 2})
+    assert reply.status == 413
+    assert "the histories of these users have 8 items" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +275,11 @@ def test_unusable_histories_are_rejected(
     message: str,
     tmp_path: Path,
 ) -> None:
-    path = write_items(tmp_path / "histories" / "part.parquet", [["8"], ["9"]], **columns)
+    path = write_items(
+        tmp_path / "histories" / "part.parquet",
+        [["8"], ["9"]],
+        **columns,
+    )
     models = ReplicaModels(open_served, Counters(), histories=path)
     models.set_desired(DesiredState(0, ModelSource(0, checkpoint)))
     with pytest.raises(AssertionError, match=message):
@@ -194,11 +287,66 @@ def test_unusable_histories_are_rejected(
 
 
 def test_histories_need_retrieval_model(tmp_path: Path) -> None:
-    path = write_items(tmp_path / "histories" / "part.parquet", [["8"]], user=["a"])
+    path = write_items(
+        tmp_path / "histories" / "part.parquet",
+        [["8"]],
+        user=["a"],
+    )
     model = make_model()
-    models = ReplicaModels({model.source: model}.__getitem__, Counters(), histories=path)
+    models = ReplicaModels(
+        {model.source: model}.__getitem__,
+        Counters(),
+        histories=path,
+    )
     models.set_desired(DesiredState(0, ModelSource(0, model.source)))
     assert "histories: the model is of a log in Criteo's format" in models.switch()
+
+
+# -- aligned lists
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> ScoringApp:
+    """Model of items with an action each."""
+    folder = tmp_path_factory.mktemp("actions")
+    actions = [["buy" if len(item) % 2 else "view" for item in items] for items in LISTS_OF_USERS]
+    log = write_items(
+        folder / "log" / "log.parquet",
+        LISTS_OF_USERS,
+        action=actions,
+    )
+    action = Feature(name="action", max_length=LENGTH, aligned_with="item")
+    schema = LISTS.replace(
+        sparse=("item", "action"),
+        lists=("item", "action"),
+        features=(*LISTS.features, action),
+    )
+    config = small(
+        "next_item",
+        log,
+        folder,
+        3,
+    ).replace(workload={"schema": schema})
+    return make_app(open_served(train(config).checkpoint))
+
+
+def test_aligned_lists_are_read_beside_history(shop: ScoringApp) -> None:
+    items = ITEM_TEXTS[: LENGTH + 2]  # More than the model reads
+    actions = ["buy", "view"] * (LENGTH // 2 + 1)
+    answer = recommend(shop, [{"history": items, "action": actions}], k=5, exclude_seen=False)
+    scored = score(shop, {"rows": [{"item": items, "action": actions}]})
+    assert (answer["items"], answer["scores"]) == (scored["items"], scored["scores"])
+    other = recommend(shop, [{"history": items, "action": actions[::-1]}], k=5, exclude_seen=False)
+    assert other["scores"] != answer["scores"]
+    reply = post_recommend(shop, {"rows": [{"history": items, "action": actions[1:]}]})
+    assert "categories are not at the places" in reply.json()["error"]["message"]
+
+
+def test_rows_without_aligned_lists_are_answered_alike(shop: ScoringApp) -> None:
+    rows = [{"history": items} for items in LISTS_OF_USERS[:3]]
+    rows.append({"history": ["8", "9"], "action": ["buy", "view"]})
+    alone = [recommend(shop, [row], k=5)["items"][0] for row in rows]
+    assert recommend(shop, rows, k=5)["items"] == alone
 
 
 # -- two towers
@@ -226,12 +374,29 @@ def test_users_columns_are_scored_by_two_towers(tmp_path: Path) -> None:
     found = pq.read_table(tmp_path / "out")
     assert found["items"].to_pylist() == [answer["items"][0][:3]] * 2
     assert found["user"].to_pylist() == [3, 3]
-    vectors = rayrec.predict(run.checkpoint, log, out=str(tmp_path / "vectors"), console=QUIET)
+    vectors = rayrec.predict(
+        run.checkpoint,
+        log,
+        out=str(tmp_path / "vectors"),
+        console=QUIET,
+    )
     assert vectors["rows"] == len(pq.read_table(log))
     table = pq.read_table(tmp_path / "vectors")
     scores = (np.array(table["user"].to_pylist()) @ np.array(table["item"].to_pylist()).T)[0]
     best = pq.read_table(log)["item"][int(scores.argmax())].as_py()
     assert table["items"][0][0].as_py() == best
+
+
+def test_numbers_but_no_items_are_input_of_two_towers(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log", "two_tower")
+    table = pq.read_table(log)
+    ages = pa.array(np.arange(len(table)) % 50)
+    pq.write_table(table.append_column("age", ages), f"{log}/log.parquet")
+    config = small("two_tower", log, tmp_path, 1)
+    schema = config.workload.schema.replace(dense=("age",))
+    app = make_app(open_served(train(config.replace(workload={"schema": schema})).checkpoint))
+    answer = recommend(app, [{"age": 30}, {"item": 101}, {"user": 999}, {"user": 3}])
+    assert answer["fallback"] == [None, "popularity", "popularity", None]
 
 
 def test_items_with_several_features_are_not_recommended(tmp_path: Path) -> None:
@@ -303,6 +468,19 @@ def test_limits(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert post_recommend(app, {"rows": [{}] * 2, "k": 5}).status == 413
 
 
+def test_allow_list_of_all_rows_counts_once(
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app(open_served(checkpoint))
+    rows = [{"history": ["8"]}, {}, {}]
+    among = ["größe 3", "9", "größe 1"]
+    expected = recommend(app, rows, among=[among] * 3)
+    monkeypatch.setattr("rayrec.serve.recommendations.MAX_IDS", 5)
+    assert recommend(app, rows, among=among) == expected
+    assert post_recommend(app, {"rows": rows, "among": [among] * 3}).status == 413
+
+
 def test_other_form_and_method_are_rejected(app: ScoringApp) -> None:
     text = post_recommend(app, b"8", headers={"content-type": "text/csv"})
     assert (text.status, "application/json" in text.body.decode()) == (415, True)
@@ -327,7 +505,7 @@ def test_document_has_recommendations_of_retrieval_models_only(app: ScoringApp) 
     body = operation["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == {"rows", "k", "exclude_seen", "exclude", "among"}
     row = body["properties"]["rows"]["items"]
-    assert set(row["properties"]) == {"history", "user"}
+    assert set(row["properties"]) == {"history", "user", "times", "time"}
     answer = document["components"]["schemas"]["Recommendations"]
     assert answer["properties"]["items"]["items"]["items"]["type"] == "string"
     assert set(recommend(app, [{"history": ["8"]}])) == set(answer["required"])
@@ -335,20 +513,19 @@ def test_document_has_recommendations_of_retrieval_models_only(app: ScoringApp) 
     assert "/v1/recommend" not in clicks["paths"]
 
 
+def test_documented_default_of_k_is_valid(checkpoint: str) -> None:
+    app = make_app(open_served(checkpoint), max_k=5)
+    document = ask(app, "GET", "/openapi.json").json()
+    operation = document["paths"]["/v1/recommend"]["post"]
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["k"]["default"] == len(recommend(app, [{}])["items"][0]) == 5
+
+
 # -- versions
 
 
-def test_waiting_requests_are_answered_together(app: ScoringApp) -> None:
-    """Each with its own k, allow-list and exclusion, and one bad one among them."""
-    contents: list[dict[str, Any]] = [
-        {"rows": [{"history": lists}], "k": 1 + number % 4}
-        for number, lists in enumerate(LISTS_OF_USERS[:12])
-    ]
-    contents[3] |= {"among": ITEM_TEXTS[:9]}
-    contents[5] |= {"exclude_seen": False}
-    contents[7] = {"rows": [{"age": 1}]}
-    contents[8] |= {"rows": [{}, {"history": ["8"]}], "exclude": [["8"], ["9"]]}
-    alone = [post_recommend(app, content).json() for content in contents]
+def at_once(app: ScoringApp, contents: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return the answers of requests that are sent together."""
 
     async def together() -> list[Any]:
         headers = {"content-type": "application/json"}
@@ -364,38 +541,147 @@ def test_waiting_requests_are_answered_together(app: ScoringApp) -> None:
         ]
         return [reply.json() for reply in await asyncio.gather(*sent) if reply is not None]
 
-    for one, other in zip(alone, asyncio.run(together()), strict=True):
+    return asyncio.run(together())
+
+
+def test_waiting_requests_are_answered_together(app: ScoringApp) -> None:
+    """Each with its own k, allow-list and exclusion, and one bad one among them."""
+    contents: list[dict[str, Any]] = [
+        {"rows": [{"history": lists}], "k": 1 + number % 4}
+        for number, lists in enumerate(LISTS_OF_USERS[:12])
+    ]
+    contents[3] |= {"among": ITEM_TEXTS[:9]}
+    contents[5] |= {"exclude_seen": False}
+    contents[7] = {"rows": [{"age": 1}]}
+    contents[8] |= {"rows": [{}, {"history": ["8"]}], "exclude": [["8"], ["9"]]}
+    alone = [post_recommend(app, content).json() for content in contents]
+
+    for one, other in zip(alone, at_once(app, contents), strict=True):
         assert one.get("items") == other.get("items")
         assert one.get("error") == other.get("error")
 
 
-def test_no_answer_mixes_versions(checkpoint: str, tmp_path: Path) -> None:
-    log = write_items(tmp_path / "log" / "log.parquet", LISTS_OF_USERS[::-1][:60])
-    other = train(small("next_item", log, tmp_path, 8)).checkpoint
-    rows = [{"history": items} for items in LISTS_OF_USERS[:6]]
+@pytest.mark.parametrize(("k", "sizes"), [(1, [2]), (100, [1, 1])])
+def test_items_of_answers_count_in_batches(
+    k: int,
+    sizes: list[int],
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = RequestRecommender.answer
+    batches = []
+
+    def counted(self: RequestRecommender, bodies: Sequence[RecommendBody]) -> Any:
+        batches.append(len(bodies))
+        return answer(self, bodies)
+
+    monkeypatch.setattr(RequestRecommender, "answer", counted)
+    app = make_app(open_served(checkpoint), max_batch_bytes=2000)
+    at_once(app, [{"rows": [{}], "k": k}] * 2)
+    assert batches == sizes
+
+
+def test_requests_are_searched_together_within_bounds(
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the largest k, and by the items of histories."""
+    monkeypatch.setattr("rayrec.serve.recommendations.MAX_ANSWERS", 12)
+    monkeypatch.setattr("rayrec.serve.recommendations.MAX_IDS", 8)
+    found = RequestRecommender(open_served(checkpoint), Counters())
+    search = Recommender.top
+    searched = []
+
+    def top(self: Recommender, queries: torch.Tensor, k: int, **lists: Any) -> TopItems:
+        searched.append((len(queries), k))
+        return search(self, queries, k, **lists)
+
+    monkeypatch.setattr(Recommender, "top", top)
+    items = ["8", "9"]
+    bodies = [
+        RecommendBody([{"history": items}], 0, k=12),
+        RecommendBody([{"history": items}, {"history": items}], 0, k=3),
+        RecommendBody([{"history": items}], 0, k=4),
+        RecommendBody([{"history": 3}], 0, k=12),
+        RecommendBody([{"history": items * 3}], 0, k=1),
+    ]
+    answers = found.answer(bodies)
+    assert searched == [(1, 12), (3, 4), (1, 1)]
+    lengths = [[len(each) for each in answer.items] for answer in answers[:3]]
+    assert lengths == [[12], [3, 3], [4]]
+    assert isinstance(answers[3], RequestError)
+
+
+def two_checkpoints(checkpoint: str, folder: Path) -> list[str]:
+    log = write_items(folder / "log" / "log.parquet", LISTS_OF_USERS[::-1][:60])
+    return [checkpoint, train(small("next_item", log, folder, 8)).checkpoint]
+
+
+def two_exports(_: str, folder: Path) -> list[str]:
+    """Exports of a run on events, and of one that continues from it on a later log."""
+    paths = []
+    for name, frame in (("old", events()), ("new", grown_events())):
+        config = events_run(
+            write_events(folder, frame),
+            folder / "runs",
+            8,
+            name=name,
+        )
+        if paths:
+            config = config.replace(init_from=str(folder / "runs" / "old"))
+        paths.append(str(folder / f"export-{name}"))
+        export(train(config).checkpoint, paths[-1])
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("versions", "lists"),
+    [
+        pytest.param(two_checkpoints, LISTS_OF_USERS[:6], id="checkpoints"),
+        pytest.param(
+            two_exports,
+            [[100, 101], [130, 131], [112, 999]],
+            id="exports",
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_no_answer_mixes_versions(
+    versions: Callable[[str, Path], list[str]],
+    lists: list[Any],
+    checkpoint: str,
+    tmp_path: Path,
+) -> None:
+    paths = versions(checkpoint, tmp_path)
+    rows = [{"history": items} for items in lists]
     expected = {}
-    for path in (checkpoint, other):
+    for path in paths:
         answer = recommend(make_app(open_served(path)), rows, k=9)
         expected[answer["model"]] = answer["items"]
     counters = Counters()
     models = ReplicaModels(open_served, counters)
-    models.set_desired(DesiredState(0, ModelSource(0, checkpoint)))
+    models.set_desired(DesiredState(0, ModelSource(0, paths[0])))
     assert not models.switch()
     app = ScoringApp(models, counters, config=ServeConfig())
-    versions: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
 
     async def ask_meanwhile() -> None:
         loop = asyncio.get_running_loop()
         body = json.dumps({"rows": rows, "k": 9}).encode()
         for serial in range(1, 5):
-            path = (checkpoint, other)[serial % 2]
-            models.set_desired(DesiredState(serial, ModelSource(serial, path)))
+            models.set_desired(DesiredState(serial, ModelSource(serial, paths[serial % 2])))
             switching = loop.run_in_executor(None, models.switch)
             while True:
                 is_done = switching.done()
                 headers = {"content-type": "application/json"}
                 sent = [
-                    request(app, "POST", "/v1/recommend", parts=[body], headers=headers)
+                    request(
+                        app,
+                        "POST",
+                        "/v1/recommend",
+                        parts=[body],
+                        headers=headers,
+                    )
                     for _ in range(4)
                 ]
                 for reply in await asyncio.gather(*sent):
@@ -403,13 +689,30 @@ def test_no_answer_mixes_versions(checkpoint: str, tmp_path: Path) -> None:
                     assert reply.status == 200, reply.body
                     answer = reply.json()
                     assert answer["items"] == expected[answer["model"]]
-                    versions[answer["model"]] += 1
+                    answers[answer["model"]] += 1
                 if is_done:
                     break
             assert not await switching
 
     asyncio.run(ask_meanwhile())
-    assert versions.keys() == expected.keys()
+    assert answers.keys() == expected.keys()
+    assert len(expected) == 2
+
+
+def test_document_is_of_one_model_in_switch(
+    app: ScoringApp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a model without items to one with items, after the first looks at the served one."""
+    clicks = make_app(make_model())
+    served = chain([clicks._models._serving] * 2, repeat(app._models._serving))
+    monkeypatch.setattr(
+        ReplicaModels,
+        "_serving",
+        property(lambda _: next(served)),
+        raising=False,
+    )
+    assert ask(clicks, "GET", "/openapi.json").status == 200
 
 
 # -- exports and older Preprocessors
@@ -432,6 +735,12 @@ def test_export_has_items_and_recommends(checkpoint: str, app: ScoringApp, tmp_p
     rejects("vectors.safetensors: damaged", open_served, str(out))
 
 
+def test_vectors_are_in_memory_once(checkpoint: str) -> None:
+    found = open_served(checkpoint).recommender
+    assert found.vectors.data_ptr() == found._filled.data_ptr()
+    assert found.vectors.shape == (found.num_candidates, 16)
+
+
 def test_older_preprocessor_answers_tokens(
     checkpoint: str,
     tmp_path: Path,
@@ -440,7 +749,15 @@ def test_older_preprocessor_answers_tokens(
     served = open_served(checkpoint)
     old = Preprocessor(**{**vars_of(served.preprocessor), "names": None})
     with caplog.at_level(logging.WARNING):
-        app = make_app(type(served)(old, "old", "old", "checkpoint", served.scorer))
+        app = make_app(
+            type(served)(
+                old,
+                "old",
+                "old",
+                "checkpoint",
+                served.scorer,
+            )
+        )
     assert "does not have the texts of column item" in caplog.text
     answer = recommend(app, [{"history": ["größe 3"]}], k=3)
     named = recommend(make_app(served), [{"history": ["größe 3"]}], k=3)

@@ -155,6 +155,7 @@ def test_report_and_dataframe_end_with_summary(finished: Trained) -> None:
     assert frame["validation_auroc"].dropna().tolist()[-1] == result.summary["validation"]["auroc"]
 
 
+@pytest.mark.extended
 def test_other_trainer_gets_datasets_after_run(finished: Trained, tmp_path: Path) -> None:
     def count_rows() -> int:
         shard = ray.train.get_dataset_shard("train")
@@ -192,10 +193,11 @@ class FailingStep(ClickWorkload):
         return setup
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "num_workers",
     [
-        pytest.param(1, id="one_worker", marks=pytest.mark.extended),
+        pytest.param(1, id="one_worker"),
         pytest.param(2, id="two_workers"),
     ],
 )
