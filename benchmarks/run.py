@@ -19,7 +19,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "mnist": ("mnist_benchmark",),
     "gpt2": ("gpt2_benchmark",),
     "predict": ("predict_benchmark",),
-    "serve": ("serve_benchmark",),
+    "serve": ("serve_benchmark", "recommend_rows"),
     "zoo": ("zoo_benchmark", "quality_rows", "epoch_rows", "light_rows", "warm_start_rows"),
     "movielens": ("movielens_benchmark", "movielens_top_k_rows"),
     "sequences": ("sequences_benchmark",),

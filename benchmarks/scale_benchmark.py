@@ -1,9 +1,11 @@
-"""Benchmark of time and memory with many tiny files in a slow store, many categories and many row
-groups, with limits.
+"""Benchmark of time and memory with many tiny files in a slow store, many categories, many row
+groups and many events, with limits.
 
 Every case runs in a separate process, to measure its peak resident memory.
 """
 
+import functools
+import itertools
 import json
 import os
 import resource
@@ -12,11 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
@@ -26,16 +31,21 @@ from subprocesses import check_ended
 
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.presets import ALL
-from rayrec.data.engine import TaskContext
+from rayrec.data.engine import TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.data.logs.reading import read_raw
-from rayrec.schema import Schema
+from rayrec.data.sequences.build import EventsLog, build
+from rayrec.schema import Schema, SequenceColumns
 
 CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
 LATENCY_S = 0.02
+EVENTS = Schema(label=None, sequence=SequenceColumns(user="user", item="item", time="time"))
 MEMORY_BYTES = 2 << 30
-"""Allowed to every case: what the driver of a run may take."""
+"""Allowed to most cases: what the driver of a run may take."""
+LISTS_BYTES = 4 << 30
+"""Allowed to lists of events."""
+_TABLE_EVENTS = 1 << 20
 
 
 def opened(path: str, cache: str, *, segment_bytes: int = 2 << 20) -> LogIndex:
@@ -50,11 +60,26 @@ def clicks(rows: int, first: int = 0) -> pa.Table:
     return pa.table({"clicked": numbers % 2, "price": numbers.astype(np.float64), "shop": shops})
 
 
-Result = tuple[str, float, float]
-"""Name, value and limit of a measurement."""
+class Result(NamedTuple):
+    """Name, value and limit of a measurement."""
+
+    name: str
+    value: float
+    limit: float
+    """The most, or of a rate the least share of the peer's."""
+    peer: float | None = None
+    """Rate of a peer."""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.peer is None else self.value / self.peer
+
+    @property
+    def is_within(self) -> bool:
+        return self.value <= self.limit if self.ratio is None else self.ratio >= self.limit
 
 
-def many_files(folder: Path, size: int) -> Iterator[Result]:
+def many_files(folder: Path, size: int) -> Iterator[tuple[Any, ...]]:
     """Measure `size` Parquet files of three rows: first open, open by a resumed run, and reading
     one block of 256 files.
     """
@@ -82,7 +107,7 @@ def many_files(folder: Path, size: int) -> Iterator[Result]:
         yield "block_s", took_s, 256 * 2 * LATENCY_S / 8 + 1
 
 
-def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
+def many_row_groups(folder: Path, size: int) -> Iterator[tuple[Any, ...]]:
     """Measure a file of `size` row groups of ten rows: open, then read every segment."""
     with pq.ParquetWriter(folder / "one.parquet", clicks(1).schema) as writer:
         for number in range(size):
@@ -95,7 +120,7 @@ def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
     yield "read_s", took_s, 0.01 * size + 5
 
 
-def many_categories(folder: Path, size: int) -> Iterator[Result]:
+def many_categories(folder: Path, size: int) -> Iterator[tuple[Any, ...]]:
     """Count `size` distinct categories in files of two million rows, with 256 MiB for counts."""
     log = folder / "log"
     log.mkdir()
@@ -124,12 +149,73 @@ def many_categories(folder: Path, size: int) -> Iterator[Result]:
     yield "count_s", took_s, size / 200_000 + 10
 
 
-CASES: dict[str, tuple[Callable[[Path, int], Iterator[Result]], int, int]] = {
-    "files": (many_files, 1_000, 100_000),
-    "row groups": (many_row_groups, 1_000, 10_000),
-    "categories": (many_categories, 1_000_000, 100_000_000),
+def event_tables(size: int, form: str) -> Iterator[pa.Table]:
+    """Yield events in order of time, 100 a user, whose users and items are integers or text."""
+    random = np.random.default_rng(0)
+    for first in range(0, size, _TABLE_EVENTS):
+        count = min(_TABLE_EVENTS, size - first)
+        users = pa.array(random.integers(0, max(size // 100, 1), count))
+        items = pa.array(np.minimum(random.exponential(4000, count).astype(np.int64), 50_000))
+        if form == "text":
+            users = pc.binary_join_element_wise("user-", users.cast(pa.string()), "")
+            items = pc.binary_join_element_wise("item-", items.cast(pa.string()), "")
+        times = 1_500_000_000 + np.arange(first, first + count) * (200_000_000 // size)
+        yield pa.table({"user": users, "item": items, "time": times})
+
+
+def many_events(folder: Path, size: int, *, form: str) -> Iterator[tuple[Any, ...]]:
+    """Measure lists of `size` events by two threads, and their ingest: the index, and reading all
+    rows.
+    """
+    tables = event_tables(size, form)
+    first = next(tables)
+    path = str(folder / ("events.csv" if form == "csv" else "events.parquet"))
+    writer = pyarrow.csv.CSVWriter if form == "csv" else pq.ParquetWriter
+    with writer(path, first.schema) as file:
+        for table in itertools.chain([first], tables):
+            file.write_table(table)
+    context = TaskContext(ThreadEngine(2), str(folder / "cache"))
+
+    def ingest() -> int:
+        index = LogSource.at(path).index(EVENTS.events, segment_bytes=2 << 20, context=context)
+        with ThreadPoolExecutor(2) as threads:
+            read = threads.map(lambda each: read_raw([each], EVENTS.events).rows, index.segments)
+            return sum(read)
+
+    def lists() -> int:
+        log = EventsLog(path, tuple(LogSource.at(path).event_files(EVENTS)), EVENTS)
+        return build(log, out=str(folder / "lists"), context=context)["events"]
+
+    ingest_s, read = timed(ingest)
+    lists_s, built = timed(lists)
+    assert read == built == size
+    yield "rows_per_s", size / lists_s, 0.5, size / ingest_s
+
+
+CASES: dict[str, tuple[Callable[[Path, int], Iterator[tuple[Any, ...]]], int, int, int]] = {
+    "files": (many_files, 1_000, 100_000, MEMORY_BYTES),
+    "row groups": (many_row_groups, 1_000, 10_000, MEMORY_BYTES),
+    "categories": (many_categories, 1_000_000, 100_000_000, MEMORY_BYTES),
+    "events": (
+        functools.partial(many_events, form="integers"),
+        1_000_000,
+        100_000_000,
+        LISTS_BYTES,
+    ),
+    "events of text": (
+        functools.partial(many_events, form="text"),
+        1_000_000,
+        100_000_000,
+        LISTS_BYTES,
+    ),
+    "events in CSV": (
+        functools.partial(many_events, form="csv"),
+        1_000_000,
+        100_000_000,
+        LISTS_BYTES,
+    ),
 }
-"""Function, size with --quick, and size without, of each case."""
+"""Function, size with --quick, and size without, and bytes of memory of each case."""
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -140,29 +226,35 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def run(name: str, size: int) -> list[Result]:
     """Run one case in this process."""
+    function, *_, memory_bytes = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        results = list(CASES[name][0](Path(folder), size))
+        results = [Result(*each) for each in function(Path(folder), size)]
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return [*results, ("peak_rss_bytes", peak_bytes, MEMORY_BYTES)]
+    return [*results, Result("peak_rss_bytes", peak_bytes, memory_bytes)]
 
 
 def main(*, quick: bool = False) -> None:
-    for name, (_, small, large) in CASES.items():
+    for name, (_, small, large, _) in CASES.items():
         size = small if quick else large
         note(f"{size:,} {name}")
         with part("scale", f"{size:,} {name}"):
-            for measured, value, allowed in _run_separately(name, size):
-                unit = measured.rpartition("_")[2] if "_" in measured else "count"
+            for result in _run_separately(name, size):
+                unit = result.name.rpartition("_")[2] if "_" in result.name else "count"
+                peer_fields = {}
+                if result.peer is not None:
+                    unit = result.name
+                    peer_fields = {f"peer_{unit}": round(result.peer)}
                 emit(
-                    f"scale: {size:,} {name}: {measured}",
-                    peer=None,
+                    f"scale: {size:,} {name}: {result.name}",
+                    peer=None if result.peer is None else "ingest of the same columns",
                     workload=f"{size:,} {name}",
                     unit=unit,
-                    value=value,
-                    ratio=None,
+                    value=result.value,
+                    ratio=result.ratio,
                     repeats=1,
-                    allowed=allowed,
-                    within=value <= allowed,
+                    allowed=result.limit,
+                    within=result.is_within,
+                    **peer_fields,
                 )
 
 
@@ -171,7 +263,7 @@ def _run_separately(name: str, size: int) -> Sequence[Result]:
     command = [sys.executable, __file__, name, str(size)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     check_ended(f"scale_benchmark.py {name}", result.returncode, result.stderr)
-    return [tuple(row) for row in json.loads(result.stdout)]
+    return [Result(*row) for row in json.loads(result.stdout)]
 
 
 if __name__ == "__main__":

@@ -25,13 +25,14 @@ from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.optim.config import DenseOptimizerConfig
 
-gpu, measuring, preempt, run, start, subprocesses = (
+gpu, measuring, preempt, run, scale, start, subprocesses = (
     script("benchmarks", name)
     for name in (
         "gpu_benchmark",
         "rows",
         "preempt_rows",
         "run",
+        "scale_benchmark",
         "start_benchmark",
         "subprocesses",
     )
@@ -547,3 +548,25 @@ def test_quick_runs_keep_their_bits() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) == 9
+
+
+# -- Scale
+@pytest.mark.parametrize("case", ["events", "events of text", "events in CSV"])
+def test_lists_of_events_are_measured_beside_ingest(case: str) -> None:
+    rate, peak = scale.run(case, 3000)
+    assert (rate.name, rate.limit, peak.name) == ("rows_per_s", 0.5, "peak_rss_bytes")
+    assert rate.ratio == rate.value / rate.peer > 0
+    assert peak.limit == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("result", "is_within"),
+    [
+        pytest.param(("start_s", 3.0, 2.0), False, id="slow"),
+        pytest.param(("start_s", 2.0, 2.0), True, id="fast"),
+        pytest.param(("rows_per_s", 4.0, 0.5, 10.0), False, id="low ratio"),
+        pytest.param(("rows_per_s", 6.0, 0.5, 10.0), True, id="high ratio"),
+    ],
+)
+def test_scale_compares_rates_with_peer(result: tuple[Any, ...], is_within: bool) -> None:
+    assert scale.Result(*result).is_within == is_within
