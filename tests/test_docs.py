@@ -6,7 +6,8 @@ In README.md and other pages of the root, the pages in docs/ and the notebooks o
   that begins with a comment `# NAME.py` is that file, and is written instead;
 - in blocks fenced as `bash`, lines that begin with `rayrec`, or run such a file with `python`, are
   run, in order with the page's Python; of other lines only the targets of `make` are looked up;
-- blocks fenced as `yaml` must load as a configuration; `text` and others are only read.
+- blocks fenced as `yaml` must load as a configuration; `text` and others are only read, but for
+  README's way to recommendations, which a test of its own runs.
 
 A page finds what docs/quickstart.md leaves behind (log/, runs/), unless it generates its own log.
 It runs without Ray: its commands work in their own process. The pages of `WITH_RAY` show what only
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,8 +40,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from builders.faults import fails_with
+from builders.movielens import FILMS, served_ml_100k
 from builders.scripts import ROOT, script
 from hosts.browser import SCHEMES, WIDTHS, chromium, opened
+from hosts.ports import free_ports
+from hosts.processes import Session
 
 import rayrec
 from rayrec import models, recipes
@@ -206,7 +211,12 @@ def pages() -> Iterator[Pages]:
 def world(pages: Pages, made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """The folder in which docs/quickstart.md has been followed."""
     return made_once(
-        "quickstart", functools.partial(pages.run, _name(QUICKSTART), runnable(QUICKSTART))
+        "quickstart",
+        functools.partial(
+            pages.run,
+            _name(QUICKSTART),
+            runnable(QUICKSTART),
+        ),
     )
 
 
@@ -219,7 +229,11 @@ def test_quickstart_runs(world: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=_name(page), marks=[pytest.mark.ray] * (page.stem in WITH_RAY))
+        pytest.param(
+            page,
+            id=_name(page),
+            marks=[pytest.mark.ray] * (page.stem in WITH_RAY),
+        )
         for page in RUNNABLE
     ],
 )
@@ -227,7 +241,58 @@ def test_pages_run(page: Path, pages: Pages, world: Path, tmp_path: Path) -> Non
     if "rayrec generate log " not in page.read_text():
         for name in ("log", "runs"):
             shutil.copytree(world / name, tmp_path / name)
-    pages.run(_name(page), runnable(page), tmp_path, with_ray=page.stem in WITH_RAY)
+    pages.run(
+        _name(page),
+        runnable(page),
+        tmp_path,
+        with_ray=page.stem in WITH_RAY,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_recommendations_of_readme_run(pages: Pages, tmp_path: Path) -> None:
+    """From the download, answered by a server of this test, to the answer of the command's own
+    server, on a free port.
+    """
+    readme = ROOT_PAGES[0]
+    (door,) = (block for block in blocks(readme) if "fetch movielens_100k" in block.text)
+    port = free_ports(1)
+    lines = [line.partition("  #")[0].rstrip() for line in _commands(door)]
+    *prepare, serve, ask = (line.replace("8000", str(port)) for line in lines)
+    with served_ml_100k(tmp_path) as patch:
+        commands = [Block("bash", 0, line) for line in prepare]
+        pages.run(
+            _name(readme),
+            [Block("here", 0, patch), *commands],
+            tmp_path,
+            no_proxy="*",
+        )
+    command = ["sh", "-c", f"cd {shlex.quote(str(tmp_path))} && exec {serve}"]
+    environment = _environment(tmp_path)
+    with Session(
+        command,
+        environment=environment,
+        output=tmp_path / "server",
+    ) as server:
+        server.until(lambda: server.out.rstrip().endswith("}"))
+        answer = json.loads(sent_by_curl(ask))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait().status == 0, server.err
+    assert answer["fallback"] == [None]
+    (items,) = answer["items"]
+    assert len({*items}) == 5
+    assert {*items} <= {*range(1, FILMS + 1)} - {50, 172}
+
+
+def sent_by_curl(line: str) -> bytes:
+    """Return the answer to what a command line of curl sends."""
+    curl, h, header, d, body, url = shlex.split(line)
+    assert (curl, h, d) == ("curl", "-H", "-d")
+    headers = dict([header.split(": ")])
+    request = urllib.request.Request(f"http://{url}", body.encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return reply.read()
 
 
 ON_RAY = [pytest.mark.ray, pytest.mark.exhaustive]
@@ -237,7 +302,11 @@ ON_RAY = [pytest.mark.ray, pytest.mark.exhaustive]
 @pytest.mark.parametrize(
     "notebook",
     [
-        pytest.param(path, id=_name(path), marks=ON_RAY * (path.stem not in WITH_OUTPUTS))
+        pytest.param(
+            path,
+            id=_name(path),
+            marks=ON_RAY * (path.stem not in WITH_OUTPUTS),
+        )
         for path in NOTEBOOKS
     ],
 )
@@ -259,7 +328,12 @@ def test_notebooks_run(notebook: Path, request: pytest.FixtureRequest, tmp_path:
         for number, cell in enumerate(cells)
         if cell["cell_type"] == "code"
     ]
-    pages.run(_name(notebook), code, tmp_path, with_ray=notebook.stem not in WITH_OUTPUTS)
+    pages.run(
+        _name(notebook),
+        code,
+        tmp_path,
+        with_ray=notebook.stem not in WITH_OUTPUTS,
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -271,7 +345,13 @@ def test_configurations_load(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_and_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^([a-z]+):",
+            (ROOT / "Makefile").read_text(),
+            re.MULTILINE,
+        )
+    )
     lines = [line for block in blocks(page) if block.kind == "bash" for line in _commands(block)]
     for line in (*re.findall(r"`([^`\n]+)`", _prose(page)), *lines):
         words = line.split()
@@ -297,7 +377,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             # GitHub makes their anchors so
             headings = re.findall(r"^#+ (.+)$", _prose(file), re.MULTILINE)
             assert anchor in [
-                re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings
+                re.sub(
+                    r"[^\w\- ]",
+                    "",
+                    each.strip().lower(),
+                ).replace(" ", "-")
+                for each in headings
             ], target
 
 
@@ -437,7 +522,11 @@ def test_figures_are_of_committed_rows(page: Path) -> None:
 
 def test_figures_skip_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RESULTS, "RESULTS", tmp_path)
-    monkeypatch.setattr(RESULTS, "_rows", RESULTS._rows.__wrapped__)  # without a cache
+    monkeypatch.setattr(
+        RESULTS,
+        "_rows",
+        RESULTS._rows.__wrapped__,
+    )  # without a cache
     row = {
         "name": "ingest",
         "workload": "a log",
@@ -466,6 +555,18 @@ def test_figures_in_prose_have_rows() -> None:
     }
     assert found - NO_ROW == set(), "write them as tools/results.py says, or leave the number out"
     assert NO_ROW - found == set()
+
+
+def test_pages_serve_at_different_ports() -> None:
+    """Two pages run at once."""
+    ports = [
+        port
+        for page in (ROOT / "docs").glob("*.md")
+        if page.stem in WITH_RAY
+        for port in set(re.findall(r"port[ =](8\d+)", page.read_text()))
+    ]
+    assert len(ports) >= 3
+    assert len(set(ports)) == len(ports)
 
 
 def test_tables_of_benchmarks_have_rows() -> None:
@@ -552,10 +653,18 @@ def test_tables_are_complete(page: Path) -> None:
 def test_benchmarks_page_names_every_benchmark() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     run = script("benchmarks", "run")
-    assert set(re.findall(r"^rayrec benchmark ([a-z0-9-]+)", text, re.MULTILINE)) == set(
-        run.BENCHMARKS
+    assert set(
+        re.findall(
+            r"^rayrec benchmark ([a-z0-9-]+)",
+            text,
+            re.MULTILINE,
+        )
+    ) == set(run.BENCHMARKS)
+    (by_make,) = re.findall(
+        r"^BENCHMARKS \?= (.+)$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
     )
-    (by_make,) = re.findall(r"^BENCHMARKS \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     (said,) = re.findall(r"`make bench` runs (.*?), or", text, re.DOTALL)
     assert re.findall(r"`([a-z0-9-]+)`", said) == by_make.split()
 
@@ -629,7 +738,11 @@ def test_cookbook_scripts_are_short() -> None:
 
 INDEX = ROOT / "docs" / "index.md"
 TOPICS = dict(
-    re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \| (.+) \|$", INDEX.read_text(), re.MULTILINE)
+    re.findall(
+        r"^\| \[[^\]]+\]\(([^)#]+)\) \| (.+) \|$",
+        INDEX.read_text(),
+        re.MULTILINE,
+    )
 )
 """Topic of each page below docs/, from the tables of the index."""
 STATUS = {
@@ -661,11 +774,22 @@ def _opening_faults(text: str, topic: str, limits: str) -> list[str]:
     return [fault for fault, is_true in faults.items() if is_true]
 
 
-@pytest.mark.parametrize("page", [ROOT_PAGES[0], *PAGES[len(ROOT_PAGES) :]], ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT_PAGES[0], *PAGES[len(ROOT_PAGES) :]],
+    ids=_name,
+)
 def test_pages_begin_and_end_with_their_limits(page: Path) -> None:
     name = page.relative_to(ROOT / "docs" if page.parent != ROOT else ROOT).as_posix()
     text = page.read_text()
-    assert _opening_faults(text, TOPICS.get(name, ""), STATUS.get(name, "(#limitations)")) == []
+    assert (
+        _opening_faults(
+            text,
+            TOPICS.get(name, ""),
+            STATUS.get(name, "(#limitations)"),
+        )
+        == []
+    )
     heading, _, limits = _prose(page).rpartition("\n## ")[2].partition("\n")
     assert name in STATUS or (heading == "Limitations" and len(limits.split()) > 4)
 
@@ -685,13 +809,19 @@ def test_opening_check_reports_each_fault() -> None:
         ("([limits](#limitations))", "by us", "no limits"),
         ("No GPU\nran (", "\n\nNo GPU ran (", "no limits"),  # in the second paragraph
     ):
-        assert _opening_faults(good.replace(old, new), "search of settings", "(#limitations)") == [
-            fault
-        ] * (fault is not None)
+        assert _opening_faults(
+            good.replace(old, new),
+            "search of settings",
+            "(#limitations)",
+        ) == [fault] * (fault is not None)
 
 
 def test_index_lists_each_page_once() -> None:
-    listed = re.findall(r"^\| \[[^\]]+\]\(([^)#]+)\) \|", INDEX.read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| \[[^\]]+\]\(([^)#]+)\) \|",
+        INDEX.read_text(),
+        re.MULTILINE,
+    )
     assert sorted(INDEX.parent / name for name in [*listed, INDEX.name]) == PAGES[len(ROOT_PAGES) :]
 
 
@@ -710,7 +840,12 @@ def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "built"),
     ]
     build = f"from mkdocs.__main__ import cli\ncli({command!r}, standalone_mode=False)\n"
-    pages.run("mkdocs.yml", [Block("python", 0, build)], folder, NO_MKDOCS_2_WARNING="1")
+    pages.run(
+        "mkdocs.yml",
+        [Block("python", 0, build)],
+        folder,
+        NO_MKDOCS_2_WARNING="1",
+    )
     return folder / "built"
 
 
