@@ -10,7 +10,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
   $$python -c '$(FITS)' 2>/dev/null && { command -v $$python; break; }; done)
 VENV := .venv
 RUN := $(VENV)/bin
-PIP := $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps
+# Python compiles a module when it is first imported; most of what is installed never is.
+PIP := $(RUN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-input --no-deps
 
 SHIM := packaging/fbgemm-gpu-cpu
 NATIVE := $(wildcard src/rayrec/native/*.c src/rayrec/native/*.h)
