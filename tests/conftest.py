@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreter apart: that takes seconds, and nobody reads their status.
     """
     config.stash[_STDERR] = os.dup(2)  # tests run with captured descriptors
+    # A shell starts background jobs without Ctrl-C, and so their processes
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
     elif config.option.basetemp is None:

@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (400, 10),
-        "statements": (54_435, 1_500),
+        "files": (406, 10),
+        "statements": (55_790, 1_500),
         "density": (6.0, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
@@ -37,7 +37,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (41_076, 1_500),
+        "statements": (42_880, 1_500),
         "density": (7.7, 0.3),
         "wide": (0, 0),
         "parallel": (24, 5),
@@ -136,14 +136,22 @@ def test_import_circle_is_detected() -> None:
         pytest.param("wide", f"a = {'1' * 97}\n", id="wide"),
         pytest.param("parallel", "a, self.b = 1, f(2)\n", id="parallel"),
         pytest.param("nested", "a = 1 if b else 2 if c else 3\n", id="nested"),
-        pytest.param("complex", "def f():\n" + "    if a and b: c()\n" * 8, id="complex"),
+        pytest.param(
+            "complex",
+            "def f():\n" + "    if a and b: c()\n" * 8,
+            id="complex",
+        ),
         pytest.param("long", "def f():\n" + "    a()\n" * 60, id="long"),
         pytest.param(
             "parameters",
             "async def f(self, a, b, c, d, /, e, f, *, g, h, i): ...\n",
             id="parameters",
         ),
-        pytest.param("ignores", "a = 1  # type: ignore[assignment]\n", id="ignores"),
+        pytest.param(
+            "ignores",
+            "a = 1  # type: ignore[assignment]\n",
+            id="ignores",
+        ),
     ],
 )
 def test_place_is_counted(kind: str, source: str) -> None:
@@ -337,7 +345,11 @@ PROJECT, SHIM = (
     for at in ("", "packaging/fbgemm-gpu-cpu")
 )
 LOCK = dict(
-    re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    re.findall(
+        r"^([^#\s].*)==(.*)$",
+        (ROOT / "requirements.lock").read_text(),
+        re.MULTILINE,
+    )
 )
 
 

@@ -149,25 +149,21 @@ static void fuzz_csv(void) {
                                              capacity, fields, kinds, &consumed);
         CHECK(got >= 0 && got <= capacity && consumed > 0 && consumed <= length - begin);
         rows[0] += got;
-        int64_t *all_offsets = buffer(8 * KEPT * (got + 1)), starts[KEPT], size = 0;
-        rayrec_text_offsets(fields, got, KEPT, all_offsets);
-        for (int32_t place = 0; place < KEPT; place++) {
-            int64_t bytes = 0;
-            for (int64_t row = 0; row < got; row++) bytes += fields[row * KEPT + place].length;
-            CHECK(all_offsets[place * (got + 1) + got] == bytes);
-            starts[place] = size;
-            size += bytes;
-        }
-        uint8_t *all_data = buffer(size);
-        rayrec_gather_text(text + begin, length - begin, fields, got, KEPT, all_offsets, starts, all_data);
+        int64_t *all_offsets = buffer(8 * KEPT * (got + 1)), starts[KEPT + 1] = {0};
+        rayrec_text_sizes(fields, got, KEPT, starts + 1);
+        for (int32_t place = 0; place < KEPT; place++) starts[place + 1] += starts[place];
+        uint8_t *all_data = buffer(starts[KEPT]);
+        rayrec_gather_text(text + begin, length - begin, fields, got, KEPT, starts, all_offsets, all_data);
         for (int32_t place = 0; place < KEPT; place++) {
             const int64_t *const offsets = all_offsets + place * (got + 1), bytes = offsets[got];
+            CHECK(offsets[0] == 0 && bytes == starts[place + 1] - starts[place]);
             int64_t *integers = buffer(8 * got);
             uint8_t *data = buffer(bytes), *status = buffer(got);
             uint64_t *tokens = buffer(8 * got);
             if (bytes) memcpy(data, all_data + starts[place], (size_t)bytes);
             for (int64_t row = 0; row < got; row++) {
                 const rayrec_field field = fields[row * KEPT + place];
+                CHECK(offsets[row + 1] - offsets[row] == field.length);
                 CHECK(!field.length || !memcmp(text + begin + field.start, data + offsets[row], field.length));
             }
             rayrec_text_tokens(offsets, data, NULL, got, tokens, status);
@@ -211,6 +207,32 @@ static void fuzz_wide_look_up(void) {
         CHECK(!count || !memcmp(ids, found, (size_t)count * 4));
     }
     free(tokens), free(table), free(ids), free(found);
+}
+
+static void fuzz_present_values(void) {
+    const int64_t count = below(100), first = below(20), distinct = below(9) + 1;
+    uint8_t *valid = below(3) ? buffer((first + count + 7) / 8) : NULL;
+    uint64_t *tokens = buffer(8 * distinct), *words = buffer(8 * count), *coded = buffer(8 * count), *copied = buffer(8 * count);
+    int32_t *codes = buffer(4 * count);
+    uint8_t *statuses = buffer(distinct), *kinds[2] = {buffer(count), buffer(count)};
+    for (int64_t i = 0; valid && i < (first + count + 7) / 8; i++) valid[i] = (uint8_t)next();
+    for (int64_t i = 0; i < distinct; i++) {
+        tokens[i] = next();
+        statuses[i] = (uint8_t)below(3);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const int present = !valid || (valid[(first + i) / 8] >> (first + i) % 8 & 1);
+        codes[i] = (int32_t)(present ? below(distinct) : interesting());
+        words[i] = next();
+    }
+    rayrec_coded_tokens(codes, valid, first, count, tokens, statuses, coded, kinds[0]);
+    rayrec_present_words(words, valid, first, count, copied, kinds[1]);
+    for (int64_t i = 0; i < count; i++) {
+        const int present = !valid || (valid[(first + i) / 8] >> (first + i) % 8 & 1);
+        CHECK(coded[i] == (present ? tokens[codes[i]] : 0) && kinds[0][i] == (present ? statuses[codes[i]] : TEXT_EMPTY));
+        CHECK(copied[i] == (present ? words[i] : 0) && kinds[1][i] == (present ? TEXT_VALUE : TEXT_EMPTY));
+    }
+    free(valid), free(tokens), free(words), free(coded), free(copied), free(codes), free(statuses), free(kinds[0]), free(kinds[1]);
 }
 
 static int64_t naive_row(uint64_t token, int64_t at, const uint64_t *keys, const int64_t *times, int64_t rows) {
@@ -295,6 +317,89 @@ static void fuzz_gather(void) {
     const int64_t wrong = rayrec_pack_rows(integers, lowest, ids, 4, labels, rows, num_dense, num_sparse, out);
     CHECK(wrong >= -1 && wrong < rows * columns);
     free(parts[0]), free(parts[1]), free(order), free(out), free(ids), free(values), free(labels), free(integers);
+}
+
+static void fuzz_take_ranges(void) {
+    const int64_t items = below(60), ranges = below(12), bytes = 1 << below(4);
+    uint8_t *values = buffer(items * bytes);
+    int64_t *starts = buffer(8 * ranges), *lengths = buffer(8 * ranges), total = 0;
+    for (int64_t i = 0; i < items * bytes; i++) values[i] = (uint8_t)next();
+    for (int64_t i = 0; i < ranges; i++) {
+        starts[i] = below(items + 1);
+        total += lengths[i] = below(items - starts[i] + 1);
+    }
+    uint8_t *out = buffer(total * bytes), *at = out;
+    rayrec_take_ranges(values, bytes, starts, lengths, ranges, out);
+    for (int64_t i = 0; i < ranges; i++)
+        for (int64_t byte = 0; byte < lengths[i] * bytes; byte++) CHECK(*at++ == values[starts[i] * bytes + byte]);
+    free(values), free(starts), free(lengths), free(out);
+}
+
+/* Events of few and many users and times, whose last value is their number: in partitions, with their distinct values, and sorted. */
+static void fuzz_events(void) {
+    const int64_t events = below(below(20) ? 80 : 2000), width = 2 + below(3), partitions = 1 + below(5);
+    const int64_t users = 1 + below(2 * events + 1), times = 1 + below(20), first = below(9);
+    uint64_t *columns[4];
+    for (int64_t c = 0; c < width; c++) columns[c] = buffer(8 * events);
+    for (int64_t i = 0; i < events; i++) {
+        columns[0][i] = rayrec_mix((uint64_t)below(users));
+        for (int64_t c = 1; c < width - 1; c++) columns[c][i] = (uint64_t)(below(times) - 9);
+        columns[width - 1][i] = (uint64_t)(first + i);
+    }
+    int64_t *starts = buffer(8 * (partitions + 1)), *ends = buffer(8 * partitions), *sources = buffer(8 * events);
+    uint64_t *rows = buffer(8 * width * events);
+    memset(starts, 0, (size_t)(partitions + 1) * 8);
+    rayrec_count_partitions(columns[0], events, partitions, starts + 1);
+    for (int64_t p = 0; p < partitions; p++) starts[p + 1] += starts[p];
+    CHECK(starts[partitions] == events);
+    memcpy(ends, starts, (size_t)partitions * 8);
+    const int64_t half = below(events + 1); /* in two batches */
+    const uint64_t *batch[4];
+    for (int64_t c = 0; c < width; c++) batch[c] = columns[c] + half;
+    rayrec_partition_events((const uint64_t *const *)columns, width, half, partitions, ends, first, rows, sources);
+    rayrec_partition_events(batch, width, events - half, partitions, ends, first + half, rows, below(2) ? sources : NULL);
+    for (int64_t p = 0; p < partitions; p++) {
+        CHECK(ends[p] == starts[p + 1]);
+        for (int64_t i = starts[p]; i < ends[p]; i++) {
+            const uint64_t *row = rows + i * width, number = row[width - 1];
+            CHECK((int64_t)((row[0] >> 32) * (uint64_t)partitions >> 32) == p && row[0] == columns[0][number - (uint64_t)first]);
+            CHECK(i == starts[p] || row[-1] < number);
+            CHECK(number >= (uint64_t)(first + half) || sources[i] == (int64_t)number);
+        }
+    }
+    int64_t largest = 16, *out = buffer(8 * events), *found = buffer(8 * partitions);
+    for (int64_t p = 0; p < partitions; p++) largest = starts[p + 1] - starts[p] > largest ? starts[p + 1] - starts[p] : largest;
+    uint32_t *slots = buffer(4 * 4 * largest);
+    uint64_t *values = buffer(8 * events);
+    const int64_t column = below(width), by = width > 2 ? 1 + below(2) : 1;
+    rayrec_distinct_values(rows, width, column, starts, partitions, slots, values, out, found);
+    for (int64_t p = 0, at = 0; p < partitions; p++)
+        for (int64_t i = starts[p]; i < starts[p + 1]; i++) {
+            int64_t earlier = starts[p];
+            while (rows[earlier * width + column] != rows[i * width + column]) earlier++;
+            if (earlier == i) {
+                CHECK(out[at] == i && values[at] == rows[i * width + column]);
+                at++;
+            }
+            if (i == starts[p + 1] - 1) CHECK(found[p] == at);
+        }
+    for (int64_t p = 0; p < partitions; p++) {
+        const int64_t count = starts[p + 1] - starts[p], buckets = 1 + below(count + 1);
+        int64_t *sorted = buffer(8 * width * count), *room = buffer(8 * width * count), *edges = buffer(8 * (buckets + 1));
+        memcpy(sorted, rows + starts[p] * width, (size_t)(8 * width * count));
+        const int64_t partition = below(20) ? p : 0; /* a wrong one gives some order */
+        rayrec_sort_events(sorted, room, count, width, by, partition, partitions, buckets, edges);
+        for (int64_t i = 1; i < count && partition == p; i++) {
+            const int64_t *keys = sorted + i, *second = sorted + count + i, *numbers = sorted + (width - 1) * count + i;
+            CHECK((uint64_t)keys[-1] <= (uint64_t)keys[0]);
+            if (keys[-1] != keys[0]) continue;
+            if (by == 2) CHECK(second[-1] <= second[0]);
+            if (by == 1 || second[-1] == second[0]) CHECK(numbers[-1] < numbers[0]);
+        }
+        free(sorted), free(room), free(edges);
+    }
+    for (int64_t c = 0; c < width; c++) free(columns[c]);
+    free(starts), free(ends), free(sources), free(rows), free(out), free(found), free(slots), free(values);
 }
 
 static void fuzz_format(void) { /* what is written is parsed again as the same rows */
@@ -460,6 +565,99 @@ static void fuzz_relu(void) { /* a gradient stays where the output is above 0; i
     free(output), free(gradient), free(turned), free(given), free(sums);
 }
 
+static double drawn(void) { return (double)(below(2001) - 1000) / 500; } /* from -2 to 2 */
+
+static int is_near(double found, double expected) { return fabs(found - expected) <= 1e-4 * (1 + fabs(expected)); }
+
+static void fuzz_dropout(void) { /* the same values are dropped again, and others in another block */
+    const int64_t count = below(300), block = 1 + below(100);
+    const rayrec_dropout dropout = {next(), (int32_t)below(1LL << 31), 2};
+    float *values = buffer(4 * count), *out = buffer(4 * count), *again = buffer(4 * count);
+    for (int64_t i = 0; i < count; i++) values[i] = (float)(1 + below(9));
+    const rayrec_dropped_values first = {dropout, values, out, count, block}, second = {dropout, values, again, count, block};
+    rayrec_work work = {ANY_OF(rayrec_drop_values), &first, (count + block - 1) / block, 1 + below(3), 0, 0};
+    rayrec_take_part(&work);
+    CHECK(!work.failed);
+    CHECK(!ANY_OF(rayrec_drop_values)(&second, 0, (count + block - 1) / block));
+    for (int64_t i = 0; i < count; i++) CHECK(out[i] == again[i] && (out[i] == 0 || out[i] == 2 * values[i]));
+    free(values), free(out), free(again);
+}
+
+static void fuzz_exponents(void) { /* against exponents one by one; some scores are minus infinity */
+    const int64_t rows = below(6), columns = 1 + below(70);
+    float *scores = buffer(4 * rows * columns), *given = buffer(4 * rows * columns), *largest = buffer(4 * rows), *sums = buffer(4 * rows);
+    for (int64_t i = 0; i < rows * columns; i++) given[i] = scores[i] = below(5) ? (float)(40 * drawn()) : -INFINITY;
+    const rayrec_exponents exponents = {scores, largest, sums, columns};
+    CHECK(!ANY_OF(rayrec_exponents_of_rows)(&exponents, 0, rows));
+    for (int64_t row = 0; row < rows; row++) {
+        double high = -3.4028235e38, sum = 0;
+        for (int64_t i = row * columns; i < (row + 1) * columns; i++) high = given[i] > high ? given[i] : high;
+        for (int64_t i = row * columns; i < (row + 1) * columns; i++) {
+            const double expected = exp2(given[i] - high);
+            sum += expected;
+            CHECK(is_near(scores[i], expected) && (!isinf(given[i]) || scores[i] == 0));
+        }
+        CHECK(largest[row] == (float)high && is_near(sums[row], sum));
+    }
+    free(scores), free(given), free(largest), free(sums);
+}
+
+/* Attention of lists and its gradients, without dropout, against sums one by one. */
+static void fuzz_list_attention(void) {
+    const int64_t lists = below(4), heads = 1 + below(3), width = 1 + below(20), dim = heads * width, joint = below(2);
+    int64_t *starts = buffer(8 * (lists + 1));
+    starts[0] = 0;
+    for (int64_t list = 0; list < lists; list++) starts[list + 1] = starts[list] + below(40);
+    const int64_t elements = starts[lists], strides[] = {joint ? 3 * dim : dim, joint ? 3 * dim : 2 * dim};
+    float *values = buffer(4 * 3 * elements * dim), *slopes = buffer(4 * 3 * elements * dim);
+    float *out = buffer(4 * elements * dim), *gradient = buffer(4 * elements * dim), *log_sums = buffer(4 * elements * heads);
+    double *expected = calloc((size_t)(4 * elements * dim + 1), sizeof *expected);
+    for (int64_t i = 0; i < 3 * elements * dim; i++) values[i] = (float)drawn();
+    for (int64_t i = 0; i < elements * dim; i++) gradient[i] = (float)drawn();
+    const int64_t memory = joint ? dim : elements * dim;
+    const rayrec_list_attention attention = {
+        values, values + memory, values + memory + dim, starts, heads, width, strides[0], strides[1], {next(), 0, 1}, out, log_sums,
+        gradient, slopes, slopes + memory, slopes + memory + dim};
+    rayrec_work work = {ANY_OF(rayrec_attend_lists), &attention, lists * heads, 1 + below(3), 0, 0};
+    rayrec_take_part(&work);
+    CHECK(!work.failed);
+    CHECK(!ANY_OF(rayrec_attend_lists_backward)(&attention, 0, lists * heads));
+#define QUERY(e, d) ((e)*strides[0] + head * width + (d))
+#define KEY(e, d) (memory + (e)*strides[1] + head * width + (d))
+    double *of_slopes = expected + elements * dim;
+    for (int64_t list = 0; list < lists; list++)
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t i = starts[list]; i < starts[list + 1]; i++) {
+                const int64_t row = i * dim + head * width;
+                double weights[40], by_weights[40], sum = 0, total = 0;
+                for (int64_t j = starts[list]; j <= i; j++) {
+                    double score = 0, by_weight = 0;
+                    for (int64_t d = 0; d < width; d++) {
+                        score += (double)values[QUERY(i, d)] * values[KEY(j, d)];
+                        by_weight += (double)gradient[row + d] * values[KEY(j, d) + dim];
+                    }
+                    sum += weights[j - starts[list]] = exp(score / sqrt((double)width));
+                    by_weights[j - starts[list]] = by_weight;
+                }
+                for (int64_t j = starts[list]; j <= i; j++) total += by_weights[j - starts[list]] * weights[j - starts[list]] / sum;
+                for (int64_t j = starts[list]; j <= i; j++) {
+                    const double weight = weights[j - starts[list]] / sum;
+                    const double slope = weight * (by_weights[j - starts[list]] - total) / sqrt((double)width);
+                    for (int64_t d = 0; d < width; d++) {
+                        expected[row + d] += weight * values[KEY(j, d) + dim];
+                        of_slopes[QUERY(i, d)] += slope * values[KEY(j, d)];
+                        of_slopes[KEY(j, d)] += slope * values[QUERY(i, d)];
+                        of_slopes[KEY(j, d) + dim] += weight * gradient[row + d];
+                    }
+                }
+            }
+#undef QUERY
+#undef KEY
+    for (int64_t i = 0; i < elements * dim; i++) CHECK(is_near(out[i], expected[i]));
+    for (int64_t i = 0; i < 3 * elements * dim; i++) CHECK(is_near(slopes[i], of_slopes[i]));
+    free(starts), free(values), free(slopes), free(out), free(gradient), free(log_sums), free(expected);
+}
+
 /* Rows of groups in parts, and what is summed up over them against pairs of rows counted one by one. */
 static void fuzz_ranking(void) {
     const int64_t rows = below(200), bits = below(11), num_ks = below(3), ks[] = {1 + below(3), 1 + below(300)};
@@ -617,8 +815,9 @@ static void fuzz_text_features(void) {
 
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking, fuzz_side_tables,
-                                             fuzz_text_features, fuzz_bucketize};
+                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_dropout, fuzz_exponents,
+                                             fuzz_list_attention, fuzz_ranking, fuzz_side_tables, fuzz_text_features,
+                                             fuzz_bucketize, fuzz_present_values, fuzz_take_ranges, fuzz_events};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;
