@@ -10,7 +10,10 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
   $$python -c '$(FITS)' 2>/dev/null && { command -v $$python; break; }; done)
 VENV := .venv
 RUN := $(VENV)/bin
-# Python compiles a module when it is first imported; most of what is installed never is.
+# Most of what is installed is never imported, so pip compiles nothing. What commands import is compiled by importing it once: where
+# PYTHONDONTWRITEBYTECODE is set, as in many containers, each command would compile it again.
+IMPORTED := networkx, pandas, ray.dashboard.agent, ray.dashboard.dashboard, ray.data, ray.serve, ray.train.torch, ray.tune, \
+  torch._dynamo, torch.export._trace, torchrec.distributed
 PIP := $(RUN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-input --no-deps
 
 SHIM := packaging/fbgemm-gpu-cpu
@@ -53,12 +56,14 @@ $(VENV)/.locked-installed: requirements.lock $(SHIM)/pyproject.toml
 	  echo "make setup: the torch that pip found does not import (above); on Linux pip needs the location of PyTorch's CPU wheels," \
 	       "in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS: see docs/install.md" >&2; \
 	  $(RUN)/python -m pip uninstall --quiet --yes torch; exit 2; }
+	@$(RUN)/python -W ignore -c 'import $(IMPORTED)'
 	@touch $@
 
 $(VENV)/.rayrec-installed: $(VENV)/.locked-installed pyproject.toml setup.py $(NATIVE)
 	@echo "setup: rayrec and its kernels"
 	@rm -f src/rayrec/native/*.so # one built for a single Python would be found first
 	@$(PIP) --no-build-isolation --editable .
+	@$(RUN)/python -m compileall -q src/rayrec
 	@touch $@
 	@echo "setup: done; $(RUN)/rayrec --help"
 
