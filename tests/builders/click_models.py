@@ -327,7 +327,8 @@ def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config:
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.counters import Counters
-    from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
+    from rayrec.serve.desired_models import DesiredState, ModelSource
+    from rayrec.serve.replica_models import ReplicaModels
 
     counters = Counters()
     settings = ServeConfig(**config)

@@ -36,8 +36,9 @@ from rayrec.schema import Feature
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
 from rayrec.serve.counters import Counters
+from rayrec.serve.desired_models import DesiredState, ModelSource
 from rayrec.serve.recommendations import RecommendBody, RequestRecommender
-from rayrec.serve.replica_models import DesiredState, ModelSource, ReplicaModels
+from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import RequestError
 from rayrec.workloads.recsys.items.recommender import Recommender, TopItems
 

@@ -17,8 +17,9 @@ from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.items import read_vectors
-from rayrec.inference.export.manifest import is_export, open_export
+from rayrec.inference.export.manifest import open_export
 from rayrec.inference.export.side_tables import restore_tables
+from rayrec.inference.sources import is_export
 from rayrec.workloads.recsys.items.recommender import Recommender
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,
@@ -157,10 +158,3 @@ def model_version(checkpoint: Checkpoint) -> str:
         if name.startswith(PREFIX)
     }
     return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{json_hash(sums)[:12]}"
-
-
-def resolve_source(path: str) -> str:
-    """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a
-    run has no checkpoint.
-    """
-    return storage.absolute(path) if is_export(path) else open_checkpoint(path).path

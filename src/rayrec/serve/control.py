@@ -21,9 +21,9 @@ from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.features.lookups import swapped_tables
-from rayrec.inference.model import resolve_source
+from rayrec.inference.sources import resolve_source
 from rayrec.serve.counters import Snapshot
-from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, Status
+from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource, Status
 from rayrec.storage.retry import Backoff, retry_errors
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
-from rayrec.inference.model import ServedModel, resolve_source
-from rayrec.serve.app import ScoringApp
+from rayrec.inference.sources import resolve_source
 from rayrec.serve.config import WILDCARDS, ServeConfig
 from rayrec.serve.control import (
     APPLICATION,
@@ -34,15 +33,17 @@ from rayrec.serve.control import (
     keep_models,
 )
 from rayrec.serve.counters import Counters
+from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource
 from rayrec.serve.listener import Listener
-from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+    from rayrec.inference.model import ServedModel
     from rayrec.models.base import ClickModelConfig
+    from rayrec.serve.app import ScoringApp
 
 _log = logging.getLogger(__name__)
 
@@ -128,10 +129,13 @@ class _Replica:
         network: type[ClickModelConfig] | None = None,
         announced: bool = True,
     ) -> None:
+        # Here, not in the command, which needs no torch and starts sooner without.
         import torch
         from ray import serve
 
         from rayrec.inference.model import open_served
+        from rayrec.serve.app import ScoringApp
+        from rayrec.serve.replica_models import ReplicaModels
 
         torch.set_num_threads(max(1, int(config.cpus_per_replica)))
         context = serve.get_replica_context()

@@ -23,7 +23,7 @@ from rayrec.cluster import connection
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.features.lookups import swapped_tables
-from rayrec.inference.model import resolve_source
+from rayrec.inference.sources import resolve_source
 from rayrec.observe.console import Console, handling_signals
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig, table_paths
 from rayrec.serve.control import (

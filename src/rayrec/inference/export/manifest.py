@@ -29,12 +29,12 @@ from rayrec.checkpoint.format import (
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.inference.sources import EXPORT_FORMAT
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
 from rayrec.workloads.scoring import Device
 
-FORMAT: Final = "rayrec-export"
 VERSION: Final = 1
 TABLES: Final = "tables.safetensors"
 """File with a tensor per vocabulary, named like it, [num_embeddings, RowFormat.width]. Vocabularies
@@ -184,7 +184,7 @@ def seal_all(
             if relative not in sealed_files and relative != MANIFEST:
                 files[relative] = {"bytes": os.path.getsize(path), "sha256": compute_sha256(path)}
     manifest = {
-        "format": FORMAT,
+        "format": EXPORT_FORMAT,
         "version": VERSION,
         "model": exported.described,
         "files": dict(sorted(files.items())),
@@ -196,18 +196,6 @@ def seal_all(
 # -- reader
 
 _CHUNK_BYTES = 64 << 20
-
-
-def is_export(path: str) -> bool:
-    """Return whether a folder has the manifest of an export. Checks nothing else."""
-    manifest_path = storage.join(path, MANIFEST)
-    if not storage.exists(manifest_path):
-        return False
-    try:
-        manifest = storage.read_json(manifest_path)
-    except InputError:
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def open_export(
