@@ -24,9 +24,11 @@ IN_PROCESS: Final = "none"
 _LOCAL_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_num_workers_soft_limit": "64",
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of a local Ray's processes. By default Ray ends idle processes beyond the number of
-CPUs, and reports its use to Ray's makers.
+CPUs, reports its use to Ray's makers, and starts a process for each CPU ahead, which no task of
+rayrec uses, as its tasks have a runtime environment.
 """
 _MAX_FOLDER_BYTES: Final = 37
 """Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes
@@ -67,10 +69,12 @@ def connect(
     object_store_bytes: int | None = None,
     log_to_driver: bool = False,
     environment: RuntimeEnvConfig | None = None,
+    uses_data: bool = True,
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else
     the cluster at `address` or RAY_ADDRESS, else a new local Ray. `environment` applies to all Ray
-    processes of this job. Raises InputError within some 20 s if there is no answer or access is
+    processes of this job. `uses_data` is whether this process uses Ray Data, which is imported to
+    silence its logs. Raises InputError within some 20 s if there is no answer or access is
     rejected, and for a connection with another environment; OSError if a local Ray does not start.
     """
     global _environment
@@ -103,9 +107,10 @@ def connect(
             "log_to_driver": log_to_driver,
         }
         _start(environment, local)
-    import ray.data  # sets up its own logger, whose level is raised below
+    if uses_data:
+        import ray.data  # sets up its own logger, whose level is raised below
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
     _environment = _connection(), *requested
     return ray.get_runtime_context().gcs_address
 

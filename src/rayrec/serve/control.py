@@ -577,7 +577,7 @@ def _reached(address: str | None) -> Iterator[Control]:
         )
     if not was_connected:
         silence_serve_logs()
-    connection.connect(address)
+    connection.connect(address, uses_data=False)
     try:
         if APPLICATION not in serve.status().applications:
             raise InputError(f"{address}: `rayrec serve` not found on this Ray cluster")

@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+REPLICA_MODULES: Final = (
+    "rayrec.inference.model",
+    "rayrec.serve.app",
+    "rayrec.serve.deployment",
+    "ray.serve",
+)
+"""Modules that a replica imports."""
 _ANSWER_S: Final = 5.0
 """Maximum seconds for the register to answer."""
 _SPARE_REQUESTS: Final = 64
@@ -65,11 +72,13 @@ def make_application(
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
     announced: bool = True,
+    variables: Mapping[str, str] | None = None,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change
     later. `tables` are files by the names of side tables, which they replace. `autoscaling`,
     Ray Serve's autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve
     was started for it. Unless `announced`, `rayrec.serve.control.announce` makes it ready.
+    `variables` are those of the replicas' environment.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -88,6 +97,7 @@ def make_application(
         ray_actor_options={
             "num_cpus": config.cpus_per_replica,
             "num_gpus": 1 if config.device == "cuda" else 0,
+            **({"runtime_env": {"env_vars": dict(variables)}} if variables else {}),
         },
         # Larger than the application's own limits, which answer with a clear message.
         max_ongoing_requests=2 * max_requests,

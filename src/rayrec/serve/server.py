@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
-from rayrec.cluster import connection
+from rayrec.cluster import connection, worker_pool
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.features.lookups import swapped_tables
 from rayrec.inference.sources import resolve_source
 from rayrec.observe.console import Console, handling_signals
+from rayrec.process_state import temporary_environment
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig, table_paths
 from rayrec.serve.control import (
     APPLICATION,
@@ -34,7 +35,7 @@ from rayrec.serve.control import (
     follow_model,
     silence_serve_logs,
 )
-from rayrec.serve.deployment import custom_network_class, make_application
+from rayrec.serve.deployment import REPLICA_MODULES, custom_network_class, make_application
 from rayrec.serve.listener import lock_port
 from rayrec.serve.shutdown import CommandEnd, StopRequest, command_end
 
@@ -153,12 +154,14 @@ def _start(
     """Start the application that `make` returns for a ServeConfig, and leave its end to
     `resources`.
     """
-    from ray import serve
-
     ends_with_process = private_ray and command is not None
     reached = resources.enter_context(
         _connected(address, console, ends_with_process=ends_with_process)
     )
+    if private_ray and config.device == "cpu":
+        make = partial(make, variables=resources.enter_context(_replica_processes(config)))
+    from ray import serve  # Takes a second, in which the replicas' processes import theirs
+
     # A private Ray is new. Ray Serve would take what it knows of an earlier one in this process for
     # its state, and finds the difference only when it starts.
     instance = None if private_ray else find_instance(APPLICATION)
@@ -209,6 +212,20 @@ def _agreed_config(
 
 
 @contextlib.contextmanager
+def _replica_processes(config: ServeConfig) -> Iterator[dict[str, str]]:
+    """Have a local Ray start the processes of the replicas while its controller starts. Yields the
+    variables of their environment.
+    """
+    with (
+        storage.Scratch("replicas") as tokens,
+        temporary_environment({worker_pool.TOKENS: tokens}),
+    ):
+        variables = worker_pool.worker_variables(os.environ, REPLICA_MODULES)
+        worker_pool.start_processes(config.replicas, variables)
+        yield variables
+
+
+@contextlib.contextmanager
 def _connected(address: str | None, console: Console, *, ends_with_process: bool) -> Iterator[str]:
     """Yield the address of the connected Ray, and disconnect unless it was connected before or
     `ends_with_process`.
@@ -216,7 +233,7 @@ def _connected(address: str | None, console: Console, *, ends_with_process: bool
     import ray
 
     was_connected = ray.is_initialized()
-    reached = connection.connect(address, log_to_driver=console.verbose)
+    reached = connection.connect(address, log_to_driver=console.verbose, uses_data=False)
     silence_serve_logs()  # Ray has reset its loggers
     try:
         yield reached
