@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import yaml
 
 from rayrec import storage
-from rayrec.cluster import connection
+from rayrec.cluster import connection, worker_pool
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-REPLICA_MODULES: Final = (
+_REPLICA_MODULES: Final = (
     "rayrec.inference.model",
     "rayrec.serve.app",
     "rayrec.serve.deployment",
@@ -72,18 +73,17 @@ def make_application(
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
     announced: bool = True,
-    variables: Mapping[str, str] | None = None,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change
     later. `tables` are files by the names of side tables, which they replace. `autoscaling`,
     Ray Serve's autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve
     was started for it. Unless `announced`, `rayrec.serve.control.announce` makes it ready.
-    `variables` are those of the replicas' environment.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
     max_requests = config.max_waiting_requests + _SPARE_REQUESTS
+    variables = replica_variables(os.environ)
     deployment: Any = serve.deployment(
         _ListeningReplica if config.ingress == "direct" else serve.ingress()(_Replica),
         name=APPLICATION,
@@ -97,7 +97,7 @@ def make_application(
         ray_actor_options={
             "num_cpus": config.cpus_per_replica,
             "num_gpus": 1 if config.device == "cuda" else 0,
-            **({"runtime_env": {"env_vars": dict(variables)}} if variables else {}),
+            **({"runtime_env": {"env_vars": variables}} if variables else {}),
         },
         # Larger than the application's own limits, which answer with a clear message.
         max_ongoing_requests=2 * max_requests,
@@ -110,6 +110,13 @@ def make_application(
         **ray_compat.shared_actor(REGISTER, Register, started_serve=started_serve),
     )
     return deployment.bind(config, token_digest, custom_network_class(config.recipe), announced)
+
+
+def replica_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the replicas' environment, given this process's. Empty if no process
+    is started ahead.
+    """
+    return worker_pool.worker_variables(environment, _REPLICA_MODULES)
 
 
 def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:

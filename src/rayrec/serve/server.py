@@ -35,7 +35,7 @@ from rayrec.serve.control import (
     follow_model,
     silence_serve_logs,
 )
-from rayrec.serve.deployment import REPLICA_MODULES, custom_network_class, make_application
+from rayrec.serve.deployment import custom_network_class, make_application, replica_variables
 from rayrec.serve.listener import lock_port
 from rayrec.serve.shutdown import CommandEnd, StopRequest, command_end
 
@@ -158,8 +158,7 @@ def _start(
     reached = resources.enter_context(
         _connected(address, console, ends_with_process=ends_with_process)
     )
-    if private_ray and config.device == "cpu":
-        make = partial(make, variables=resources.enter_context(_replica_processes(config)))
+    resources.enter_context(_replica_processes(config, private_ray=private_ray))
     from ray import serve  # Takes a second, in which the replicas' processes import theirs
 
     # A private Ray is new. Ray Serve would take what it knows of an earlier one in this process for
@@ -212,17 +211,19 @@ def _agreed_config(
 
 
 @contextlib.contextmanager
-def _replica_processes(config: ServeConfig) -> Iterator[dict[str, str]]:
-    """Have a local Ray start the processes of the replicas while its controller starts. Yields the
-    variables of their environment.
+def _replica_processes(config: ServeConfig, *, private_ray: bool) -> Iterator[None]:
+    """Have a private Ray start the processes of the replicas while its controller starts. In the
+    context, `make_application` gives the replicas the environment of these.
     """
+    if not private_ray or config.device != "cpu":
+        yield
+        return
     with (
         storage.Scratch("replicas") as tokens,
         temporary_environment({worker_pool.TOKENS: tokens}),
     ):
-        variables = worker_pool.worker_variables(os.environ, REPLICA_MODULES)
-        worker_pool.start_processes(config.replicas, variables)
-        yield variables
+        worker_pool.start_processes(config.replicas, replica_variables(os.environ))
+        yield
 
 
 @contextlib.contextmanager

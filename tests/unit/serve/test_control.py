@@ -56,14 +56,8 @@ from rayrec.serve.control import (
     swap_tables,
 )
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.replica_models import (
-    BatchScorer,
-    ConfiguredModels,
-    DesiredState,
-    ModelSource,
-    ReplicaModels,
-    Status,
-)
+from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource, Status
+from rayrec.serve.replica_models import BatchScorer, ReplicaModels
 from rayrec.serve.requests import RequestBody
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}

@@ -336,9 +336,11 @@ def _own_requests() -> Iterator[Request]:
     yield TSV, f"{header}\n{line}".replace(",", "\t").encode(), ""
 
 
-def _plain(reply: Reply) -> list[Any]:
-    """Return status and body, with the scores separate."""
-    body = reply.body.decode()
+def _plain(reply: Reply, preprocessor: str) -> list[Any]:
+    """Return status and body, with the scores separate. The hash of the Preprocessor is left out:
+    logarithms in its means differ in the last bit between kinds of processors.
+    """
+    body = reply.body.decode().replace(preprocessor, "hash")
     if reply.status != 200:
         return [reply.status, body]
     scores, mark, rest = body.partition(',"unknown":')
@@ -361,7 +363,8 @@ def test_replies_are_golden(name: str, own_cache: None, tmp_path: Path) -> None:
         log = write_own_log(tmp_path / "own", rows=400)
         requests = list(_own_requests())
         schema = schema.replace(header=schema.columns)  # The order of the requests' lines
-    app = scoring_app(counted(schema, log, tmp_path / "preprocessor"))
+    preprocessor = counted(schema, log, tmp_path / "preprocessor")
+    app = scoring_app(preprocessor)
 
     async def submit(*, together: bool) -> list[Reply]:
         posts = [
@@ -376,9 +379,8 @@ def test_replies_are_golden(name: str, own_cache: None, tmp_path: Path) -> None:
     ]
     for together in (False, True):
         replies = asyncio.run(submit(together=together))
-        check_golden(
-            f"replies_of_{name}", dict(zip(keys, map(_plain, replies), strict=True)), tolerance=1e-4
-        )
+        plain = [_plain(reply, preprocessor.hash()) for reply in replies]
+        check_golden(f"replies_of_{name}", dict(zip(keys, plain, strict=True)), tolerance=1e-4)
 
 
 # -- The OpenAPI document, held against a fuzzer, and counters
