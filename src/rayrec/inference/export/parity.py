@@ -39,6 +39,8 @@ _SPEED_S: Final = 0.5
 """Seconds to measure a model's speed for."""
 _RANDOM_ROWS: Final = 2000
 """Number of rows of random raw values."""
+_ENCODED_ROWS: Final = 10_000
+"""Maximum number of rows that `encode.py` encodes, value by value, to compare it."""
 _MAX_RANDOM_IDS: Final = 3
 """Maximum number of ids per random row in a list column."""
 
@@ -214,13 +216,14 @@ def _random_lengths(
 
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
-    """Compare the Encoder of an export's `encode.py` with the Preprocessor, on the raw values of
-    `rows`, or on random values if there are no raw ones, as in preprocessed data. Returns `rows`,
-    `origin`, and `failure`: the first difference or None.
+    """Compare the Encoder of an export's `encode.py` with the Preprocessor, on raw values spread
+    over `rows`, or on random values if there are no raw ones, as in preprocessed data. Returns
+    `rows`, `origin`, and `failure`: the first difference or None.
     """
     is_random = not rows.parts or rows.parts[0].segment.format not in ("text", "table")
     random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
-    batches = random or _raw_rows(rows.parts, encoder, preprocessor)
+    parts = spread(rows.parts, rows=_ENCODED_ROWS) if rows.parts else ()
+    batches = random or _raw_rows(parts, encoder, preprocessor)
     count = 0
     failure = None
     for raw, values in batches:

@@ -390,7 +390,7 @@ class Encoder:
         rows: Sequence[Mapping[str, Any]],
         name: str,
     ) -> tuple[np.ndarray, np.ndarray]:
-        parsed = [self._number(row.get(name), name, number) for number, row in enumerate(rows)]
+        parsed = _read_values(rows, name, self._number)
         missing = np.array([value is None for value in parsed], bool)
         dtype = np.int64 if self._hexadecimal else np.float64
         values = np.array([0 if value is None else value for value in parsed], dtype)
@@ -399,7 +399,6 @@ class Encoder:
         return values, missing
 
     def _number(self, value: Any, name: str, row: int) -> float | int | None:
-        value = _plain(value)
         if isinstance(value, str) and (value in self._missing or not value.strip(" \t")):
             return None
         number = _log_integer(value) if self._hexadecimal else _log_number(value)
@@ -443,9 +442,7 @@ class Encoder:
                 ages = _selected(numbers, positions, 0.0)
                 list_parts += (age_gaps(ages, list_parts[0]),)
         else:
-            tokens = [
-                self._token(_plain(values.get(name)), name, row) for row, values in enumerate(rows)
-            ]
+            tokens = _read_values(rows, name, self._token)
         missing = np.array([token is None for token in tokens], bool)
         dtype = np.uint32 if self._hexadecimal else np.uint64
         return (
@@ -650,6 +647,25 @@ def _open_tables(folder: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, 
         table["name"]: _Table(os.path.join(folder, "tables", f"{number}.npz"))
         for number, table in enumerate(tables)
     }
+
+
+def _read_values(
+    rows: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any, str, int], Any]
+) -> list[Any]:
+    """Return what `read` returns for a column's value, its name and the row, for each row. Equal
+    texts are read once, as most columns repeat theirs.
+    """
+    by_text: dict[str, Any] = {}
+    results = []
+    for row, values in enumerate(rows):
+        value = _plain(values.get(name))
+        if not isinstance(value, str):
+            results.append(read(value, name, row))
+            continue
+        if value not in by_text:
+            by_text[value] = read(value, name, row)
+        results.append(by_text[value])
+    return results
 
 
 def _weight(value: Any) -> float | None:

@@ -47,6 +47,7 @@ from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.index import Segment, SegmentRange
 from rayrec.data.logs.text_parser import parse
 from rayrec.inference.config import ExportConfig
+from rayrec.inference.export import parity
 from rayrec.inference.export.manifest import read_manifest
 from rayrec.inference.export.onnx import MAX_BATCH_ROWS, config_pbtxt, onnx_inputs
 from rayrec.inference.export.parity import ParityRows, compare, compare_encoder, spread
@@ -684,6 +685,14 @@ def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
     }
     program = runpy.run_path(str(tmp_path / "out" / "encode.py"))
     _check_strangers(tmp_path, program["Encoder"](str(tmp_path / "out" / "preprocessor")))
+
+
+def test_encode_py_is_compared_on_limited_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "_ENCODED_ROWS", 70)
+    report = export_of(_own_log(tmp_path), tmp_path / "out", max_auroc_loss=0.05)
+    assert (report["parity"]["rows"], report["encoder_parity"]["rows"]) == (300, 70)
 
 
 def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
