@@ -172,7 +172,7 @@ def read_some(folder: str, rank: int) -> None:
             checkpoint.save(path, {"a": values}, state={})
     distributed.barrier()
     (chunk,) = Checkpoint(path).manifest()["tensors"]["a"]["chunks"]
-    assert (chunk["bytes"], len(chunk["sha256"])) == (16384, 16)
+    assert (chunk["bytes"], len(chunk["xxh3_128"])) == (16384, 16)
 
     # 6,400 bytes on rank 0: its last block is rank 1's first
     local_rows = torch.zeros(200 if rank == 0 else 312, 8)

@@ -18,7 +18,12 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint
-from rayrec.checkpoint.format import DamagedError, compute_sha256, wrap_read_errors
+from rayrec.checkpoint.format import (
+    DamagedError,
+    block_checksum,
+    compute_sha256,
+    wrap_read_errors,
+)
 from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.collectives import group_device
 from rayrec.config import InputError
@@ -210,8 +215,17 @@ class Chunk:
     start: int
     """First byte in the file."""
     bytes: int
-    sha256: list[str]
+    xxh3_128: list[str] | None = None
     """Checksum of each block."""
+    sha256: list[str] | None = None
+    """The same in version 2, None in later ones."""
+
+    def is_intact(self, block: int, data: np.ndarray) -> bool:
+        """Return whether the data of a block has its checksum."""
+        if self.sha256 is not None:
+            return hashlib.sha256(data.data).hexdigest() == self.sha256[block]
+        assert self.xxh3_128 is not None
+        return block_checksum(data.data) == self.xxh3_128[block]
 
     @property
     def num_rows(self) -> int:
@@ -298,7 +312,7 @@ class _Reader:
         path = storage.join(self._folder, chunk.file)
         if key in self._verified and not storage.is_url(path):
             return
-        if hashlib.sha256(data.data).hexdigest() != chunk.sha256[block]:
+        if not chunk.is_intact(block, data):
             raise DamagedError(
                 f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier "
                 "checkpoint"

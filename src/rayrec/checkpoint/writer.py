@@ -18,6 +18,7 @@ from rayrec.checkpoint.format import (
     MANIFEST,
     VERSION,
     UnreadableError,
+    block_checksum,
     compute_sha256,
     data_file,
     is_data_file,
@@ -229,18 +230,16 @@ def write_rank(
             "start": len(head) + part.start,
         }
         tensor = {"dtype": DTYPES[part.dtype], "shape": list(part.shape)}
-        chunks.append((part.name, tensor, {**box, "bytes": part.size_bytes, "sha256": sums}))
+        chunks.append((part.name, tensor, {**box, "bytes": part.size_bytes, "xxh3_128": sums}))
     return WrittenFile(name, len(head) + copy.plan.body_bytes, tuple(chunks))
 
 
 def _checksums(copy: HostCopy) -> list[list[str]]:
-    """Return the SHA-256 of each block, by part."""
+    """Return the checksum of each block, by part."""
     body = copy.body()
     return [
         [
-            hashlib.sha256(
-                body[start : min(start + BLOCK_BYTES, part.start + part.size_bytes)]
-            ).hexdigest()
+            block_checksum(body[start : min(start + BLOCK_BYTES, part.start + part.size_bytes)])
             for start in range(part.start, part.start + part.size_bytes, BLOCK_BYTES)
         ]
         for part in copy.plan.parts

@@ -12,6 +12,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.discovery import reject_pickles
+from rayrec.checkpoint.format import block_checksums
 from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
@@ -153,7 +154,9 @@ def model_version(checkpoint: Checkpoint) -> str:
     weight checksums.
     """
     sums = {
-        name: [(chunk["offsets"], chunk["sizes"], chunk["sha256"]) for chunk in entry["chunks"]]
+        name: [
+            (chunk["offsets"], chunk["sizes"], block_checksums(chunk)) for chunk in entry["chunks"]
+        ]
         for name, entry in checkpoint.manifest()["tensors"].items()
         if name.startswith(PREFIX)
     }

@@ -112,7 +112,7 @@ def test_reader_returns_any_rows(
 def test_unread_damage_is_ignored(saved: Saved, scheme: str) -> None:
     folder, values = saved
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
-    assert len(chunk["sha256"]) == 10
+    assert len(chunk["xxh3_128"]) == 10
     place = f"{folder}/{chunk['file']}", chunk["start"] + 399  # the last byte of block 3: in row 33
     flip(*place)
     try:
@@ -704,7 +704,7 @@ def test_restore_rejects_another_model(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 4])
 def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
     saved = save_files(tmp_path)
     manifest = {**saved.manifest(), "version": version}
@@ -718,9 +718,31 @@ def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
         lambda: checkpoint.restore(saved, zeros()),
         lambda: checkpoint.latest_valid_checkpoint(str(tmp_path), log=print),
     ):
-        with pytest.raises(InputError, match=f"format version must be 2, got {version}") as caught:
+        with pytest.raises(InputError, match=f"format version must be 3, got {version}") as caught:
             use()
         assert not isinstance(caught.value, DamagedError)
+
+
+def test_version_2_is_restored_and_verified(tmp_path: Path) -> None:
+    saved = save_files(tmp_path)
+    manifest = saved.manifest()
+    for tensor in manifest["tensors"].values():
+        for chunk in tensor["chunks"]:
+            del chunk["xxh3_128"]
+            stop = chunk["start"] + chunk["bytes"]
+            data = Path(saved.path, chunk["file"]).read_bytes()[chunk["start"] : stop]
+            size = manifest["block_bytes"]
+            blocks = [data[start : start + size] for start in range(0, len(data), size)]
+            chunk["sha256"] = [hashlib.sha256(block).hexdigest() for block in blocks]
+    path = storage.join(saved.path, "manifest.json")
+    storage.write_json(path, seal({**manifest, "version": 2}))
+    found = zeros()
+    checkpoint.restore(saved, found)
+    assert same(found, tensors())
+    (chunk,) = manifest["tensors"]["model.weight"]["chunks"]
+    flip(f"{saved.path}/{chunk['file']}", chunk["start"])
+    damaged = "the checksum of model.weight does not match"
+    fails_with(DamagedError, damaged, checkpoint.restore, saved, zeros())
 
 
 def test_weights_hash_is_stable_and_reads_bounded_ranges(

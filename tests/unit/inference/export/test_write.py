@@ -632,7 +632,7 @@ def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, conten
                 "score",
                 "version",
                 "tensors",
-                "tensors>*>chunks>0>sha256",
+                "tensors>*>chunks>0>xxh3_128",
             )
         ),
         *(

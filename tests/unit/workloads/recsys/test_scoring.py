@@ -152,7 +152,7 @@ def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfi
         )
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
-    rejects("format version must be 2, got 99", open_served, str(copied), config=config)
+    rejects("format version must be 3, got 99", open_served, str(copied), config=config)
 
 
 def test_loading_never_unpickles(
