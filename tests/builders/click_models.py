@@ -326,8 +326,8 @@ def save_checkpoint(
 def make_app(model: ServedModel, *, token_digest: bytes | None = None, **config: Any) -> Any:
     from rayrec.serve.app import ScoringApp
     from rayrec.serve.config import ServeConfig
+    from rayrec.serve.control import DesiredState, ModelSource
     from rayrec.serve.counters import Counters
-    from rayrec.serve.desired_models import DesiredState, ModelSource
     from rayrec.serve.replica_models import ReplicaModels
 
     counters = Counters()

@@ -35,8 +35,8 @@ from rayrec.inference.model import open_served
 from rayrec.schema import Feature
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
+from rayrec.serve.control import DesiredState, ModelSource
 from rayrec.serve.counters import Counters
-from rayrec.serve.desired_models import DesiredState, ModelSource
 from rayrec.serve.recommendations import RecommendBody, RequestRecommender
 from rayrec.serve.replica_models import ReplicaModels
 from rayrec.serve.requests import RequestError

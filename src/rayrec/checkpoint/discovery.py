@@ -9,6 +9,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.checkpoint.format import (
+    EXPORT_FORMAT,
     MANIFEST,
     DamagedError,
     UnreadableError,
@@ -233,3 +234,22 @@ def reject_pickles(folder: str, files: Collection[str]) -> None:
 def file_sizes(folder: str) -> dict[str, int]:
     """Return the size of every file in a folder, in bytes, by relative path."""
     return {name: file.size_bytes for name, file in storage.files_below(folder).items()}
+
+
+def is_export(path: str) -> bool:
+    """Return whether a folder has the manifest of an export. Checks nothing else."""
+    manifest_path = storage.join(path, MANIFEST)
+    if not storage.exists(manifest_path):
+        return False
+    try:
+        manifest = storage.read_json(manifest_path)
+    except InputError:
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == EXPORT_FORMAT
+
+
+def resolve_source(path: str) -> str:
+    """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a
+    run has no checkpoint.
+    """
+    return storage.absolute(path) if is_export(path) else open_checkpoint(path).path

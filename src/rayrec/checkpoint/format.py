@@ -32,6 +32,8 @@ from rayrec.config import InputError
 # Checksums of blocks find damage by disks and networks, not forgery: who can change a file can
 # change the manifest. XXH3 does that ten times as fast as SHA-256, which version 2 had.
 MANIFEST = "manifest.json"
+EXPORT_FORMAT: Final = "rayrec-export"
+"""Field `format` in the manifest of an export, which checkpoints do not have."""
 VERSION = 3
 _READ_VERSIONS: Final = (2, VERSION)
 BLOCK_BYTES = 16 * 2**20

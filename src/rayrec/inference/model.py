@@ -11,7 +11,7 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
-from rayrec.checkpoint.discovery import reject_pickles
+from rayrec.checkpoint.discovery import is_export, reject_pickles
 from rayrec.checkpoint.format import block_checksums
 from rayrec.checkpoint.reader import check_extra_files
 from rayrec.config import InputError, json_hash
@@ -20,7 +20,6 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.items import read_vectors
 from rayrec.inference.export.manifest import open_export
 from rayrec.inference.export.side_tables import restore_tables
-from rayrec.inference.sources import is_export
 from rayrec.workloads.recsys.items.recommender import Recommender
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,

@@ -11,19 +11,18 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from rayrec import storage
+from rayrec.checkpoint.discovery import resolve_source
 from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.features.lookups import swapped_tables
-from rayrec.inference.sources import resolve_source
 from rayrec.serve.counters import Snapshot
-from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource, Status
 from rayrec.storage.retry import Backoff, retry_errors
 
 if TYPE_CHECKING:
@@ -41,6 +40,87 @@ _REJECT_S: Final = 5.0
 """Maximum seconds to free the memory of rejected models, and to record the cause."""
 _BACKOFF: Final = Backoff(first_s=0.2, longest_s=0.2)
 _MAX_FAILURES: Final = 8
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Path of a model, and its swapped tables, at the time of a change. Equal sources mean equal
+    models.
+    """
+
+    serial: int
+    """Serial of the change that introduced the source."""
+    path: str
+    """Folder of a checkpoint or export."""
+    tables: tuple[NamedTable, ...] = ()
+    """Side tables in place of those of training, with their contents."""
+    origin: int | None = None
+    """Serial of an earlier change that introduced the path. None: this one."""
+
+    @property
+    def weights(self) -> tuple[int, str]:
+        """Key of the weights, which sources that differ in tables share."""
+        serial = self.serial if self.origin is None else self.origin
+        return serial, self.path
+
+    def with_tables(self, serial: int, tables: Sequence[NamedTable]) -> ModelSource:
+        """Return the source of the same weights with other swapped tables, by a change."""
+        origin, path = self.weights
+        return ModelSource(serial, path, tuple(tables), origin)
+
+
+@dataclass(frozen=True)
+class ConfiguredModels:
+    """Model paths in an application's configuration, as written there."""
+
+    model: str
+    shadow: str | None = None
+    tables: tuple[tuple[str, str], ...] = ()
+    """Names of side tables with the files that replace them."""
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """Desired models of all replicas. They are accepted once every replica has loaded them."""
+
+    serial: int
+    """Increasing number of the change. 0 is the initial configuration."""
+    model: ModelSource
+    """Model that answers requests."""
+    previous: ModelSource | None = None
+    """Previous model, for a rollback."""
+    is_rollback: bool = False
+    """Whether a rollback, not a swap, made `model` the one that answers."""
+    shadow: ModelSource | None = None
+    configured: ConfiguredModels | None = None
+    """Newest application configuration."""
+    schema: Schema | None = None
+    """Schema of the requests. None until a replica serves the first model."""
+    announced: bool = True
+    """Whether the command that started the server has printed its address. Until then the server
+    does not report to be ready.
+    """
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Sort key of states, the highest is the newest."""
+        return self.serial, self.schema is not None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Actual models of a replica."""
+
+    model: ModelSource | None = None
+    version: str = ""
+    schema: Schema | None = None
+    """Schema of the model."""
+    shadow: ModelSource | None = None
+    shadow_version: str = ""
+    failed: ModelSource | None = None
+    """Last model that could not be loaded."""
+    cause: str = ""
+    """Reason for that failure."""
 
 
 @final

@@ -17,24 +17,26 @@ from typing import TYPE_CHECKING, Any, Final, final
 import yaml
 
 from rayrec import storage
+from rayrec.checkpoint.discovery import resolve_source
 from rayrec.cluster import connection, worker_pool
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
-from rayrec.inference.sources import resolve_source
 from rayrec.serve.config import WILDCARDS, ServeConfig
 from rayrec.serve.control import (
     APPLICATION,
     CALL_S,
     REGISTER,
+    ConfiguredModels,
     Control,
+    DesiredState,
+    ModelSource,
     Register,
     apply_configuration,
     configured_tables,
     keep_models,
 )
 from rayrec.serve.counters import Counters
-from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource
 from rayrec.serve.listener import Listener
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload

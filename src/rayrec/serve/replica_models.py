@@ -24,8 +24,8 @@ from rayrec.data.encoding.known_categories import OOVCounter, ids_by_row
 from rayrec.data.features.lookups import current_tables
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
+from rayrec.serve.control import DesiredState, ModelSource, Status
 from rayrec.serve.counters import Counters
-from rayrec.serve.desired_models import DesiredState, ModelSource, Status
 from rayrec.serve.histories import open_histories
 from rayrec.serve.recommendations import RecommendBody, RecommendResponse, RequestRecommender
 from rayrec.serve.requests import RequestBody, RequestError

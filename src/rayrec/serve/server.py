@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from rayrec import storage
 from rayrec.checkpoint import committed, open_checkpoint
-from rayrec.checkpoint.discovery import check_files
+from rayrec.checkpoint.discovery import check_files, resolve_source
 from rayrec.cluster import connection, worker_pool
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.features.lookups import swapped_tables
-from rayrec.inference.sources import resolve_source
 from rayrec.observe.console import Console, handling_signals
 from rayrec.process_state import temporary_environment
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig, table_paths

@@ -47,8 +47,12 @@ from rayrec.serve.config import ServeConfig
 from rayrec.serve.control import (
     REGISTER,
     REPORT_TIMEOUT_S,
+    ConfiguredModels,
     Control,
+    DesiredState,
+    ModelSource,
     Register,
+    Status,
     change_shadow,
     follow_model,
     revert_model,
@@ -56,7 +60,6 @@ from rayrec.serve.control import (
     swap_tables,
 )
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.desired_models import ConfiguredModels, DesiredState, ModelSource, Status
 from rayrec.serve.replica_models import BatchScorer, ReplicaModels
 from rayrec.serve.requests import RequestBody
 

@@ -23,7 +23,7 @@ from rayrec.config import InputError
 from rayrec.observe.console import Console
 from rayrec.serve import build, control, server
 from rayrec.serve.config import ServeConfig, ServerConfig
-from rayrec.serve.desired_models import DesiredState, ModelSource
+from rayrec.serve.control import DesiredState, ModelSource
 from rayrec.serve.listener import bind, lock_port
 from rayrec.serve.server import ServeInstance, choose, first_answering, settle, urls
 from rayrec.storage import write_json

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from rayrec import storage
 from rayrec.checkpoint.discovery import reject_pickles
 from rayrec.checkpoint.format import (
+    EXPORT_FORMAT,
     MANIFEST,
     DataFile,
     check_manifest,
@@ -29,7 +30,6 @@ from rayrec.checkpoint.format import (
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
-from rayrec.inference.sources import EXPORT_FORMAT
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
