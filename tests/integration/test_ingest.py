@@ -1,6 +1,5 @@
 """From log files through Ray Data to batches, as a training run does it, on a local Ray."""
 
-import json
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pytest
 import ray
 from builders.faults import rejects
-from builders.golden import FOLDER, check_golden
+from builders.golden import check_golden
 from builders.golden_outputs import digests, output_makers, predictions
 from builders.logs import open_index, rows_of
 
@@ -248,7 +247,6 @@ def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) 
 def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
     """One output of each command and of each way to write it: the others are the threads'."""
     (tmp_path / "scored").mkdir()
-    golden: dict[str, Any] = json.loads((FOLDER / "outputs.json").read_text())
     makers = output_makers(tmp_path)
     for name in (
         "npy, shuffled",
@@ -258,7 +256,7 @@ def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
         "text by characters",
     ):
         makers[name](tmp_path / name, "ray")
-        assert digests(tmp_path / name, root=tmp_path) == golden[name], name
+        check_golden("outputs", digests(tmp_path / name, root=tmp_path), case=name)
     check_golden(
         "predictions_own", predictions("own", tmp_path / "scored", address="local"), tolerance=1e-4
     )
