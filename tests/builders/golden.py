@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "golden"
 def check_golden(name: str, found: Any, *, case: str | None = None, tolerance: float = 0.0) -> None:
     """Compare JSON values with tests/golden/NAME.json, or its entry for `case`, or write them there
     if RAYREC_WRITE_GOLDEN=1. `tolerance`: how far floats may be off, relative to the larger of
-    their size and 1. `{"any": [...]}` in the file has the values of several kinds of processors:
+    their size and 1. `{"any": [...]}` in the file has the values of several processors:
     NumPy's logarithms differ in the last bit with AVX-512, and so does a hash of their mean.
     """
     path = FOLDER / f"{name}.json"

@@ -27,8 +27,8 @@ _LOCAL_ENVIRONMENT: Final = {
     "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of a local Ray's processes. By default Ray ends idle processes beyond the number of
-CPUs, reports its use to Ray's makers, and starts a process for each CPU ahead, which no task of
-rayrec uses, as its tasks have a runtime environment.
+CPUs, and reports its use to Ray's makers. It also starts a process for each CPU ahead, which no
+task of rayrec uses, as its tasks have a runtime environment.
 """
 _MAX_FOLDER_BYTES: Final = 37
 """Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes

@@ -338,7 +338,7 @@ def _own_requests() -> Iterator[Request]:
 
 def _plain(reply: Reply, preprocessor: str) -> list[Any]:
     """Return status and body, with the scores separate. The hash of the Preprocessor is left out:
-    logarithms in its means differ in the last bit between kinds of processors.
+    logarithms in its means differ in the last bit between processors.
     """
     body = reply.body.decode().replace(preprocessor, "hash")
     if reply.status != 200:
