@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal, NotRequired
 
@@ -112,12 +112,6 @@ def block_checksum(data: Buffer) -> str:
     digest = xxhash.xxh3_128()
     digest.update(data)  # Unlike the function that does both, it releases the GIL
     return digest.hexdigest()
-
-
-def block_checksums(chunk: Mapping[str, Any]) -> list[str]:
-    """Return the checksums of a chunk's blocks in a manifest, SHA-256 of version 2."""
-    checksums: list[str] = chunk["sha256"] if "sha256" in chunk else chunk["xxh3_128"]
-    return checksums
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:

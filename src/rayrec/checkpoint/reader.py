@@ -220,12 +220,21 @@ class Chunk:
     sha256: list[str] | None = None
     """The same in version 2, None in later ones."""
 
+    @property
+    def checksums(self) -> list[str]:
+        """Checksum of each block, of either version."""
+        checksums = self.xxh3_128 if self.sha256 is None else self.sha256
+        assert checksums is not None  # As the manifest was checked
+        return checksums
+
     def is_intact(self, block: int, data: np.ndarray) -> bool:
         """Return whether the data of a block has its checksum."""
-        if self.sha256 is not None:
-            return hashlib.sha256(data.data).hexdigest() == self.sha256[block]
-        assert self.xxh3_128 is not None
-        return block_checksum(data.data) == self.xxh3_128[block]
+        checksum = (
+            block_checksum(data.data)
+            if self.sha256 is None
+            else hashlib.sha256(data.data).hexdigest()
+        )
+        return checksum == self.checksums[block]
 
     @property
     def num_rows(self) -> int:

@@ -12,8 +12,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.discovery import is_export, reject_pickles
-from rayrec.checkpoint.format import block_checksums
-from rayrec.checkpoint.reader import check_extra_files
+from rayrec.checkpoint.reader import Chunk, check_extra_files
 from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
@@ -154,7 +153,8 @@ def model_version(checkpoint: Checkpoint) -> str:
     """
     sums = {
         name: [
-            (chunk["offsets"], chunk["sizes"], block_checksums(chunk)) for chunk in entry["chunks"]
+            (chunk.offsets, chunk.sizes, chunk.checksums)
+            for chunk in (Chunk(**stored) for stored in entry["chunks"])
         ]
         for name, entry in checkpoint.manifest()["tensors"].items()
         if name.startswith(PREFIX)
