@@ -109,7 +109,7 @@ class RangeTables:
         coded = dictionary_columns(metadata, groups, stored) if self._dictionaries else []
         # The texts of a dictionary are hashed once per table
         batch_rows = BATCH_ROWS * (_CODED_BATCHES if coded else 1)
-        with open_parquet(part.file, dictionaries=coded) as parquet:
+        with open_parquet(part.file, dictionaries=coded, metadata=metadata) as parquet:
             for batch in parquet.iter_batches(
                 batch_size=batch_rows,
                 row_groups=groups,

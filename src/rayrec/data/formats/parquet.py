@@ -51,9 +51,11 @@ def open_parquet(
     *,
     buffer_size: int = 0,
     dictionaries: Sequence[str] = (),
+    metadata: pq.FileMetaData | None = None,
 ) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of
     `buffer_size` bytes, 0: at once, and the columns `dictionaries` as dictionaries of text.
+    `metadata` is that of the file, if it was read before.
     """
     filesystem, inner = storage.resolve(path)
     try:
@@ -62,6 +64,7 @@ def open_parquet(
             filesystem=filesystem,
             buffer_size=buffer_size,
             read_dictionary=list(dictionaries),
+            metadata=metadata,
         ) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
