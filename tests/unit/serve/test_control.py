@@ -798,20 +798,13 @@ def test_shadow_counts_score_differences() -> None:
     for _ in range(3):
         post(app, TEXT)
     version = MODELS["b"].version
-    until(
-        lambda: (
-            sample_values(counters.snapshot()).get(
-                ("rayrec_serve_shadow_rows_total", (("model", version),))
-            )
-            == 80.0
-        )
-    )
+    name = "rayrec_serve_shadow_score_difference"
+    until(lambda: sample_values(counters.snapshot())[f"{name}_count", ()] == 80)  # The last one
     counted = sample_values(counters.snapshot())
     scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
     differences = np.tile(np.abs(scores[0] - scores[1]), 4)
-    name = "rayrec_serve_shadow_score_difference"
     assert counted[f"{name}_sum", ()] == pytest.approx(differences.sum(), rel=1e-3)
-    assert counted[f"{name}_count", ()] == 80
+    assert counted["rayrec_serve_shadow_rows_total", (("model", version),)] == 80
     assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
     assert (
         f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80'
@@ -1086,17 +1079,11 @@ def test_shadow_keeps_trained_table(shop: Shop) -> None:
     assert not _switch(models, DesiredState(0, ModelSource(0, "shop"), shadow=shadow))
     app = ScoringApp(models, counters, config=ServeConfig())
     score(app, ROWS)
-    until(
-        lambda: (
-            sum(
-                value
-                for (name, _), value in sample_values(counters.snapshot()).items()
-                if name == "rayrec_serve_shadow_rows_total"
-            )
-            == 6
-        )
-    )
-    found = sample_values(counters.snapshot())["rayrec_serve_shadow_score_difference_sum", ()]
+    difference = "rayrec_serve_shadow_score_difference"
+    until(lambda: sample_values(counters.snapshot())[f"{difference}_count", ()] == 6)
+    samples = sample_values(counters.snapshot())
+    assert sum(samples[key] for key in samples if key[0] == "rayrec_serve_shadow_rows_total") == 6
+    found = samples[f"{difference}_sum", ()]
     first = sigmoid(shop.logits(shop.trained))
     second = sigmoid(shop.logits(shop.newer))
     assert found == pytest.approx(np.abs(first - second).sum(), rel=1e-6)
