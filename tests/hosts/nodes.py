@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hosts.processes import (
     FREQUENT_CHECKS,
+    NO_PRESTART,
     RAYREC,
     EndsOnExit,
     Session,
@@ -170,7 +171,7 @@ class Node:
         kept = {
             key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))
         }
-        self.environment = {**kept, **FREQUENT_CHECKS, **own}
+        self.environment = {**kept, **FREQUENT_CHECKS, **NO_PRESTART, **own}
         """Of every command here; changes count for those that start later."""
         self._space = _Space("\n".join(setup), kinds=_ALL, environment=self.environment)
         network.switch.call(
@@ -339,10 +340,10 @@ class Network(EndsOnExit):
         started: list[Session] = []
         for machine, has in zip(machines, nodes, strict=True):
             started.append(machine.start_ray(has, head=not started, **security))
-            if len(started) == 1:
-                wait_for_ray(started[0])
-        for each in started:
-            wait_for_ray(each)
+            # The head first, then two at once: `ray start` gives up on a node that has not
+            # registered after 30 s, which four at once may take on two busy cores.
+            wait_for_ray(started[-2:][0])
+        wait_for_ray(started[-1])
         if token is not None:
             path = machines[0].folder / "home" / ".ray" / "auth_token"
             path.parent.mkdir()

@@ -41,6 +41,10 @@ FREQUENT_CHECKS = {
     "RAY_health_check_failure_threshold": "4",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
+NO_PRESTART = {"RAY_prestart_worker_first_driver": "0"}
+"""Without it a node starts a worker per CPU for its first driver, which no run with a runtime
+environment can use.
+"""
 
 _CLUSTER = """
 import json, sys, time
@@ -305,7 +309,7 @@ class RayCluster(Session):
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
         command = [sys.executable, "-u", "-c", _CLUSTER]
-        environment = environment_for(cache, **FREQUENT_CHECKS)
+        environment = environment_for(cache, **FREQUENT_CHECKS, **NO_PRESTART)
         super().__init__(
             command, environment=environment, output=folder / "cluster", stdin=subprocess.PIPE
         )
@@ -394,7 +398,7 @@ class RayHead(Session):
             "--temp-dir",
             folder / "ray",
         )
-        environment = environment_for(cache, OMP_NUM_THREADS="1")
+        environment = environment_for(cache, OMP_NUM_THREADS="1", **NO_PRESTART)
         super().__init__(
             ray_start("--head", *ports, *others), environment=environment, output=folder / "head"
         )
