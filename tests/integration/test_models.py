@@ -292,7 +292,11 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
-    ["next_item", "shop", pytest.param("two_tower", marks=pytest.mark.exhaustive)],
+    [
+        "next_item",
+        pytest.param("shop", marks=pytest.mark.exhaustive),
+        pytest.param("two_tower", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

@@ -394,9 +394,8 @@ def test_ssh_script_trains_on_two_machines(
     assert result["steps"] == LONG["steps"]
 
 
-@pytest.mark.parametrize(
-    "name", ["dlrm_nodes", pytest.param("gpt2_nodes", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["dlrm_nodes", "gpt2_nodes"])
 def test_notebooks_run_on_nodes(name: str) -> None:
     path = ROOT / "examples" / f"{name}.ipynb"
     stored = json.loads(path.read_text())

@@ -425,6 +425,7 @@ def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_cache")
 def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> None:
     """The script of from-huggingface.md with two workers: one is killed, then the driver, whose

@@ -20,7 +20,16 @@ from builders.faults import until
 from builders.runs import check_same_run, small_run
 from builders.scripts import ROOT
 from hosts.ports import free_ports
-from hosts.processes import RAYREC, Run, Session, environment_for, kill_all, pids, ray_start
+from hosts.processes import (
+    NO_PRESTART,
+    RAYREC,
+    Run,
+    Session,
+    environment_for,
+    kill_all,
+    pids,
+    ray_start,
+)
 
 from rayrec.checkpoint import committed
 from rayrec.workloads.base import TrainConfig
@@ -51,7 +60,7 @@ class Head:
             "--object-store-memory=200000000"
         )
         environment = environment_for(
-            self._cache, RAYREC_TEST_HEAD=str(self.folder), PYTHONUNBUFFERED="1"
+            self._cache, RAYREC_TEST_HEAD=str(self.folder), PYTHONUNBUFFERED="1", **NO_PRESTART
         )
         self._session = Session(
             ray_start("--head", *ports, *others.split()),
@@ -238,6 +247,7 @@ def test_lost_head_loses_only_steps_since_checkpoint(
     assert run.events("start")[-1]["step"] >= 40
 
 
+@pytest.mark.exhaustive
 def test_loop_of_spot_guide_outlives_head(
     head: Head, undisturbed: dict[str, Any], click_log: Path, cache: Path, tmp_path: Path
 ) -> None:

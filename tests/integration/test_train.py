@@ -197,7 +197,7 @@ class FailingStep(ClickWorkload):
 @pytest.mark.parametrize(
     "num_workers",
     [
-        pytest.param(1, id="one_worker"),
+        pytest.param(1, id="one_worker", marks=pytest.mark.exhaustive),
         pytest.param(2, id="two_workers"),
     ],
 )
@@ -658,7 +658,13 @@ def check_cluster_state(address: str, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("is_local", [False, True], ids=["cluster", "local"])
+@pytest.mark.parametrize(
+    "is_local",
+    [
+        pytest.param(False, id="cluster", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="local"),
+    ],
+)
 def test_environment_reaches_workers_and_tasks(
     click_log: Path, tmp_path: Path, running_cluster: tuple[RayHead, Path], is_local: bool
 ) -> None:

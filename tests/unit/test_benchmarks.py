@@ -447,7 +447,7 @@ def test_failed_part_of_all_benchmarks_is_skipped(
     rejects("names no log", run.main, ["third"])
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     """Every second run ended with signal 6 when its process group was destroyed before its
     pipelines.
