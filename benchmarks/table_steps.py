@@ -69,6 +69,7 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     criteo_kaggle's network.
     """
     import torch
+    from builders.click_models import hashed_preprocessor
 
     from rayrec.data.engine import InProcess, ThreadEngine
     from rayrec.data.logs.index import Segment
@@ -84,10 +85,8 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
     if model is not None:
         config = config.replace(workload=config.workload.replace(model=model))
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
-    preprocessor: Any = type("Columns", (), {"sparse": [], "multi_hot": object()})()
-    prepared = Prepared(
-        InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None
-    )
+    preprocessor = InProcess(hashed_preprocessor(SIZES))
+    prepared = Prepared(preprocessor, "", SCHEMA, list(SIZES), {"train": order}, 0, "", None)
     context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     setup = config.workload.set_up(context, prepared)
     setup.model.train()

@@ -1,29 +1,29 @@
 """Click model in plain PyTorch, without a framework.
 
-One `nn.Embedding` per feature, `nn.Linear` layers, the loop of PyTorch's tutorials, Adam on the
+One `nn.Embedding` per feature, torch's operators, the loop of PyTorch's tutorials, Adam on the
 network and SparseAdam on the tables.
 """
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
-from rayrec.layers.mlp import MLP
 
 
 class PlainClicks:
-    """Network of rayrec (`ClickModelConfig.build`) with MLPs of plain layers and separate plain
-    tables.
+    """Network of rayrec (`ClickModelConfig.build`) with torch's operators only, as `torch.compile`
+    traces it, and separate plain tables.
     """
 
     def __init__(
         self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int
     ) -> None:
-        self.network = _with_plain_mlps(network).train()
+        self.network = network.train()
         self._features = list(features)
         self._dim = dim
         self.tables = [nn.Embedding(size, dim, sparse=True) for size in sizes]
@@ -36,16 +36,17 @@ class PlainClicks:
         vectors = torch.cat(
             [table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1
         )
-        outputs = self.network(
-            batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors)
-        )
+        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+            outputs = self.network(
+                batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors)
+            )
         custom_loss: Any = getattr(self.network, "loss", None)
         if custom_loss is None:
             loss = functional.binary_cross_entropy_with_logits(
                 outputs["label"], batch.labels["label"]
             )
         else:
-            loss = custom_loss(outputs, batch.labels).mean()
+            loss = custom_loss(outputs, batch).mean()
         self._dense.zero_grad()
         self._sparse.zero_grad()
         loss.backward()
@@ -53,15 +54,3 @@ class PlainClicks:
         self._sparse.step()
         return loss.detach()
 
-
-def _with_plain_mlps(network: nn.Module) -> nn.Module:
-    for name, child in network.named_children():
-        if isinstance(child, MLP):
-            layers: list[nn.Module] = []
-            for number, layer in enumerate(child.layers):
-                last = number == len(child.layers) - 1
-                layers += [layer] if last and not child.final_activation else [layer, nn.ReLU()]
-            setattr(network, name, nn.Sequential(*layers))
-        else:
-            _with_plain_mlps(child)
-    return network
