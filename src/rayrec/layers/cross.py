@@ -13,6 +13,7 @@ from rayrec.layers.mlp import (
     Precision,
     Tower,
     TowerSettings,
+    apply_linear,
     compute_dtype,
     init_values,
     linear_stack,
@@ -54,7 +55,7 @@ class CrossLayer(nn.Module):
             inputs, parameters, relus=(False,) * (len(parameters) // 2), dtype=self._dtype
         )
         if self.gate is not None:
-            gate = linear_stack(inputs, (self.gate.weight, None), relus=(False,), dtype=self._dtype)
+            gate = apply_linear(inputs, self.gate.weight, None, dtype=self._dtype)
             factor = factor * gate.sigmoid()
         return torch.addcmul(inputs, first, factor)
 

@@ -282,6 +282,20 @@ def linear_stack(
     return outputs
 
 
+def apply_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    relu: bool = False,
+) -> torch.Tensor:
+    """Apply one linear layer of `linear_stack` to `inputs` [..., in_features]."""
+    rows = inputs if inputs.dim() == 2 else inputs.flatten(0, -2)
+    outputs = linear_stack(rows, (weight, bias), relus=(relu,), dtype=dtype)
+    return outputs if inputs.dim() == 2 else outputs.unflatten(0, inputs.shape[:-1])
+
+
 def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Fill the tensor in place with `draw` and return it. Skip the meta device, which has no
     values, and on which random operators import torch's compiler: 2 s at the start of every scoring
@@ -488,16 +502,21 @@ class Tower(nn.Module):
             self.activations.append(Dice(size) if activation == "dice" else nn.ReLU())
             in_features = size
         self.out_features = in_features
+        self._is_plain = bool(sizes) and not batch_norm and activation == "relu"
         self._dropout = dropout
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs.to(self._dtype)
+        if self._is_plain and not (self._dropout and self.training):
+            parameters = [
+                parameter for layer in self.layers for parameter in (layer.weight, layer.bias)
+            ]
+            relus = (True,) * len(self.layers)
+            return linear_stack(hidden, parameters, relus=relus, dtype=self._dtype)
         for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
             assert isinstance(layer, UninitializedLinear)
-            linear = functional.linear(
-                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
-            )
+            linear = apply_linear(hidden, layer.weight, layer.bias, dtype=self._dtype)
             hidden = functional.dropout(
                 activation(norm(linear)), self._dropout, training=self.training
             )

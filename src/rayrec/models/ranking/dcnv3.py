@@ -14,7 +14,14 @@ from rayrec.bounds import Count, Share
 from rayrec.collectives import global_means
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import GlobalBatchNorm, Precision, compute_dtype, init_values, xavier_linear
+from rayrec.layers.mlp import (
+    GlobalBatchNorm,
+    Precision,
+    apply_linear,
+    compute_dtype,
+    init_values,
+    xavier_linear,
+)
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -140,8 +147,8 @@ class _CrossNetwork(nn.Module):
         for layer, bias, batch_norm, mask_norm in zip(
             self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True
         ):
-            half = functional.linear(
-                hidden.to(self._dtype), layer.get_parameter("weight").to(self._dtype)
+            half = apply_linear(
+                hidden, layer.get_parameter("weight"), None, dtype=self._dtype
             ).float()
             if isinstance(batch_norm, GlobalBatchNorm):  # One mean for all values of a head
                 normal = batch_norm(half.transpose(1, 2).flatten(0, 1))

@@ -16,6 +16,7 @@ from rayrec.layers.mlp import (
     GlobalBatchNorm,
     Precision,
     UninitializedLinear,
+    apply_linear,
     compute_dtype,
     init_values,
     xavier_linear,
@@ -152,9 +153,7 @@ class _Tower(nn.Module):
         hidden = inputs.to(self._dtype)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             assert isinstance(layer, UninitializedLinear)
-            linear = functional.linear(
-                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
-            )
+            linear = apply_linear(hidden, layer.weight, layer.bias, dtype=self._dtype)
             second, first = linear.chunk(2, dim=1)
             hidden = norm(torch.cat([second, first * second], dim=1))
             hidden = hidden.relu() if self._relu else hidden

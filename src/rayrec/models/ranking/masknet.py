@@ -12,7 +12,14 @@ from torch.nn import functional
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import LogitTower, Precision, compute_dtype, linear_stack, xavier_linear
+from rayrec.layers.mlp import (
+    LogitTower,
+    Precision,
+    apply_linear,
+    compute_dtype,
+    linear_stack,
+    xavier_linear,
+)
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
@@ -135,9 +142,7 @@ class _MaskBlock(nn.Module):
     def forward(self, features: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         parameters = (self.first.weight, self.first.bias, self.second.weight, self.second.bias)
         mask = linear_stack(features, parameters, relus=(True, False), dtype=self._dtype)
-        linear = linear_stack(
-            mask * inputs, (self.layer.weight, None), relus=(False,), dtype=self._dtype
-        )
+        linear = apply_linear(mask * inputs, self.layer.weight, None, dtype=self._dtype)
         return functional.dropout(
             self.norm(linear.float()).relu(), self._dropout, training=self.training
         )

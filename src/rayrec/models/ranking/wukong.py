@@ -13,9 +13,9 @@ from rayrec.layers.mlp import (
     LogitTower,
     Precision,
     Tower,
+    apply_linear,
     compute_dtype,
     init_values,
-    linear_stack,
     xavier_linear,
 )
 from rayrec.models.base import ClickModelConfig, ModelInputs
@@ -104,17 +104,25 @@ class _Layer(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        across = vectors.transpose(1, 2)
-        hidden = self.tower(self.products_norm(torch.bmm(vectors, across @ self.mixing).flatten(1)))
-        product_vectors = linear_stack(
-            hidden, (self.products.weight, self.products.bias), relus=(True,), dtype=self._dtype
+        # One product for all weighted sums of the vectors, [rows, dim, sums]
+        weights = [self.mixing.t(), self.linear.weight]
+        if self.shortcut is not None:
+            weights.append(self.shortcut.weight)
+        sums = apply_linear(
+            vectors.transpose(1, 2), torch.cat(weights), None, dtype=torch.float32
+        ).split([len(weight) for weight in weights], dim=2)
+        products = torch.bmm(vectors, sums[0]).flatten(1)
+        product_vectors = apply_linear(
+            self.tower(self.products_norm(products)),
+            self.products.weight,
+            self.products.bias,
+            dtype=self._dtype,
+            relu=True,
         )
         combined = torch.cat(
-            [
-                product_vectors.float().unflatten(1, self._shape),
-                self.linear(across).transpose(1, 2),
-            ],
-            dim=1,
+            [product_vectors.float().unflatten(1, self._shape), sums[1].transpose(1, 2)], dim=1
         )
-        residual = vectors if self.shortcut is None else self.shortcut(across).transpose(1, 2)
+        residual = vectors
+        if self.shortcut is not None:
+            residual = (sums[2] + self.shortcut.bias).transpose(1, 2)
         return self.norm(combined + residual)
