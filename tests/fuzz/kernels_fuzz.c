@@ -605,6 +605,8 @@ static void fuzz_exponents(void) { /* against exponents one by one; some scores 
 /* Attention of lists and its gradients, without dropout, against sums one by one. */
 static void fuzz_list_attention(void) {
     const int64_t lists = below(4), heads = 1 + below(3), width = 1 + below(20), dim = heads * width, joint = below(2);
+    const int32_t causal = (int32_t)below(2);
+    const float scale = below(2) ? 1 : 1 / sqrtf((float)width);
     int64_t *starts = buffer(8 * (lists + 1));
     starts[0] = 0;
     for (int64_t list = 0; list < lists; list++) starts[list + 1] = starts[list] + below(40);
@@ -616,8 +618,8 @@ static void fuzz_list_attention(void) {
     for (int64_t i = 0; i < elements * dim; i++) gradient[i] = (float)drawn();
     const int64_t memory = joint ? dim : elements * dim;
     const rayrec_list_attention attention = {
-        values, values + memory, values + memory + dim, starts, heads, width, strides[0], strides[1], {next(), 0, 1}, out, log_sums,
-        gradient, slopes, slopes + memory, slopes + memory + dim};
+        values, values + memory, values + memory + dim, starts, heads, width, strides[0], strides[1], causal, scale, {next(), 0, 1}, out,
+        log_sums, gradient, slopes, slopes + memory, slopes + memory + dim};
     rayrec_work work = {ANY_OF(rayrec_attend_lists), &attention, lists * heads, 1 + below(3), 0, 0};
     rayrec_take_part(&work);
     CHECK(!work.failed);
@@ -628,21 +630,21 @@ static void fuzz_list_attention(void) {
     for (int64_t list = 0; list < lists; list++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t i = starts[list]; i < starts[list + 1]; i++) {
-                const int64_t row = i * dim + head * width;
+                const int64_t row = i * dim + head * width, end = causal ? i + 1 : starts[list + 1];
                 double weights[40], by_weights[40], sum = 0, total = 0;
-                for (int64_t j = starts[list]; j <= i; j++) {
+                for (int64_t j = starts[list]; j < end; j++) {
                     double score = 0, by_weight = 0;
                     for (int64_t d = 0; d < width; d++) {
                         score += (double)values[QUERY(i, d)] * values[KEY(j, d)];
                         by_weight += (double)gradient[row + d] * values[KEY(j, d) + dim];
                     }
-                    sum += weights[j - starts[list]] = exp(score / sqrt((double)width));
+                    sum += weights[j - starts[list]] = exp(score * scale);
                     by_weights[j - starts[list]] = by_weight;
                 }
-                for (int64_t j = starts[list]; j <= i; j++) total += by_weights[j - starts[list]] * weights[j - starts[list]] / sum;
-                for (int64_t j = starts[list]; j <= i; j++) {
+                for (int64_t j = starts[list]; j < end; j++) total += by_weights[j - starts[list]] * weights[j - starts[list]] / sum;
+                for (int64_t j = starts[list]; j < end; j++) {
                     const double weight = weights[j - starts[list]] / sum;
-                    const double slope = weight * (by_weights[j - starts[list]] - total) / sqrt((double)width);
+                    const double slope = weight * (by_weights[j - starts[list]] - total) * scale;
                     for (int64_t d = 0; d < width; d++) {
                         expected[row + d] += weight * values[KEY(j, d) + dim];
                         of_slopes[QUERY(i, d)] += slope * values[KEY(j, d)];
@@ -656,6 +658,60 @@ static void fuzz_list_attention(void) {
     for (int64_t i = 0; i < elements * dim; i++) CHECK(is_near(out[i], expected[i]));
     for (int64_t i = 0; i < 3 * elements * dim; i++) CHECK(is_near(slopes[i], of_slopes[i]));
     free(starts), free(values), free(slopes), free(out), free(gradient), free(log_sums), free(expected);
+}
+
+/* Weighted sums of products of vectors and their gradients, against sums one by one. */
+static void fuzz_products(void) {
+    const int64_t rows = below(20), firsts = 1 + below(5), seconds = 1 + below(5), dim = 1 + below(40), outputs = 1 + below(20);
+    const int64_t count = 8 * (1 + below(3)), width = (outputs + 15) / 16 * 16, block_rows = 1 + below(8);
+    const int64_t blocks = (rows + block_rows - 1) / block_rows, values = rows * dim;
+    float *first = buffer(4 * firsts * values), *second = buffer(4 * seconds * values), *weight = buffer(4 * count * width);
+    float *bias = buffer(4 * width), *out = buffer(4 * outputs * values), *gradient = buffer(4 * outputs * values);
+    float *first_slopes = buffer(4 * firsts * values), *second_slopes = buffer(4 * seconds * values);
+    float *weight_slopes = buffer(4 * blocks * count * width);
+    rayrec_pair *pairs = buffer(count * (int64_t)sizeof *pairs);
+    for (int64_t i = 0; i < firsts * values; i++) first[i] = (float)drawn();
+    for (int64_t i = 0; i < seconds * values; i++) second[i] = (float)drawn();
+    for (int64_t i = 0; i < count * width; i++) weight[i] = i % width < outputs ? (float)drawn() : 0;
+    for (int64_t i = 0; i < width; i++) bias[i] = (float)drawn();
+    for (int64_t i = 0; i < outputs * values; i++) gradient[i] = (float)drawn();
+    for (int64_t i = 0; i < count; i++) pairs[i] = (rayrec_pair){(int32_t)below(firsts), (int32_t)below(seconds)};
+    memset(weight_slopes, 0, (size_t)(4 * blocks * count * width));
+    rayrec_products products = {first, second, pairs, weight, bias, rows, firsts, seconds, dim, count, outputs, width, block_rows, out,
+                                first_slopes, second_slopes, weight_slopes};
+    rayrec_work work = {ANY_OF(rayrec_sum_products), &products, blocks, 1 + below(3), 0, 0};
+    rayrec_take_part(&work);
+    CHECK(!work.failed);
+    products.out = gradient;
+    CHECK(!ANY_OF(rayrec_sum_products_backward)(&products, 0, blocks));
+    double *expected = calloc((size_t)((outputs + firsts + seconds) * values + count * width + 1), sizeof *expected);
+    double *of_first = expected + outputs * values, *of_second = of_first + firsts * values, *of_weight = of_second + seconds * values;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t d = 0; d < dim; d++) {
+#define OF(vectors, v) ((row * (vectors) + (v)) * dim + d)
+            for (int64_t i = 0; i < outputs; i++) expected[OF(outputs, i)] = bias[i];
+            for (int64_t p = 0; p < count; p++) {
+                const int64_t a = OF(firsts, pairs[p].first), b = OF(seconds, pairs[p].second);
+                for (int64_t i = 0; i < outputs; i++) {
+                    const double factor = weight[p * width + i], slope = gradient[OF(outputs, i)];
+                    expected[OF(outputs, i)] += factor * first[a] * second[b];
+                    of_first[a] += factor * slope * second[b];
+                    of_second[b] += factor * slope * first[a];
+                    of_weight[p * width + i] += slope * first[a] * second[b];
+                }
+            }
+#undef OF
+        }
+    for (int64_t i = 0; i < outputs * values; i++) CHECK(is_near(out[i], expected[i]));
+    for (int64_t i = 0; i < firsts * values; i++) CHECK(is_near(first_slopes[i], of_first[i]));
+    for (int64_t i = 0; i < seconds * values; i++) CHECK(is_near(second_slopes[i], of_second[i]));
+    for (int64_t i = 0; i < count * width; i++) {
+        double sum = 0;
+        for (int64_t block = 0; block < blocks; block++) sum += weight_slopes[block * count * width + i];
+        CHECK(is_near((float)sum, of_weight[i]));
+    }
+    free(first), free(second), free(weight), free(bias), free(out), free(gradient), free(first_slopes), free(second_slopes);
+    free(weight_slopes), free(pairs), free(expected);
 }
 
 /* Rows of groups in parts, and what is summed up over them against pairs of rows counted one by one. */
@@ -816,8 +872,9 @@ static void fuzz_text_features(void) {
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
                                              fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_dropout, fuzz_exponents,
-                                             fuzz_list_attention, fuzz_ranking, fuzz_side_tables, fuzz_text_features,
-                                             fuzz_bucketize, fuzz_present_values, fuzz_take_ranges, fuzz_events};
+                                             fuzz_list_attention, fuzz_products, fuzz_ranking, fuzz_side_tables,
+                                             fuzz_text_features, fuzz_bucketize, fuzz_present_values, fuzz_take_ranges,
+                                             fuzz_events};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

@@ -9,8 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.layers.kernel_threads import uses_kernels
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings
-from rayrec.layers.mlp import Dice, Precision, UninitializedLinear, compute_dtype, xavier_linear
+from rayrec.layers.list_attention import attend_lists
+from rayrec.layers.mlp import (
+    Dice,
+    Precision,
+    UninitializedLinear,
+    apply_linear,
+    compute_dtype,
+    xavier_linear,
+)
 
 
 @final
@@ -101,15 +110,32 @@ class FieldAttention(nn.Module):
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         fields = fields.to(self._dtype)
-        query, key, value = (
-            self._projected(layer, fields).unflatten(2, (self._heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        weights = ((query @ key.transpose(2, 3)).float() * self._scale).softmax(3)
-        weights = functional.dropout(weights, self._dropout, training=self.training)
-        mixed = (weights.to(self._dtype) @ value).transpose(1, 2).flatten(2)
-        residual = fields if self.shortcut is None else self._projected(self.shortcut, fields)
+        weight = torch.cat([self.query.weight, self.key.weight, self.value.weight])
+        projected = apply_linear(fields, weight, None, dtype=self._dtype)
+        if uses_kernels(fields):
+            mixed = self._attend_by_kernel(projected)
+        else:
+            mixed = self._attend(projected)
+        residual = fields
+        if self.shortcut is not None:
+            residual = apply_linear(fields, self.shortcut.weight, None, dtype=self._dtype)
         return (mixed + residual).relu()
 
-    def _projected(self, layer: nn.Linear, fields: torch.Tensor) -> torch.Tensor:
-        return functional.linear(fields, layer.weight.to(self._dtype))
+    def _attend_by_kernel(self, projected: torch.Tensor) -> torch.Tensor:
+        rows, count, _ = projected.shape
+        mixed = attend_lists(
+            (projected.flatten(0, 1),),
+            torch.arange(0, rows * count + 1, count),
+            heads=self._heads,
+            dropout=self._dropout if self.training else 0.0,
+            causal=False,
+            scale=self._scale,
+        )
+        return mixed.unflatten(0, (rows, count))
+
+    def _attend(self, projected: torch.Tensor) -> torch.Tensor:
+        # [3, rows, heads, fields, width of a head]
+        query, key, value = projected.unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = ((query @ key.transpose(2, 3)).float() * self._scale).softmax(3)
+        weights = functional.dropout(weights, self._dropout, training=self.training)
+        return (weights.to(self._dtype) @ value).transpose(1, 2).flatten(2)

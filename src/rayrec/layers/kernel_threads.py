@@ -28,6 +28,13 @@ def vectorized(name: str) -> Kernel:
     return getattr(library(), name + suffix)
 
 
+def uses_kernels(tensor: torch.Tensor) -> bool:
+    """Return whether native kernels may read `tensor`: on a CPU, and not while torch.export or
+    torch.compile trace, which need torch's operators.
+    """
+    return tensor.is_cpu and not torch.compiler.is_compiling()
+
+
 def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> None:
     """Run `kernel(arguments, start, stop)` over 0 to `count`, `at_once` at a time, in as many
     threads as torch has.

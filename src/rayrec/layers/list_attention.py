@@ -1,4 +1,4 @@
-"""Causal softmax attention within lists whose elements lie one after the other."""
+"""Softmax attention within lists whose elements lie one after the other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def attend_lists(
     *,
     heads: int,
     dropout: float,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of each element to its list's elements up to it, in the dtype of
-    `projected` [elements, dim], on a CPU.
+    """Return the attention of each element to its list's elements, in the dtype of `projected`
+    [elements, dim], on a CPU.
 
     Args:
         projected: Queries, keys and values side by side, [elements, 3 * dim], or queries [elements,
@@ -33,11 +35,15 @@ def attend_lists(
         starts: First element of each list, then the number of elements, int64 [lists + 1].
         heads: Number of heads, which divide `dim`.
         dropout: Probability of dropping a weight, below 1.
+        causal: Whether elements attend only to those up to them.
+        scale: Factor of the scores; None for 1 / sqrt(width of a head).
     """
     seed = draw_seed() if dropout else 0
+    if scale is None:
+        scale = (_width(projected) // heads) ** -0.5
     # Sums are float32 with bfloat16, too
     result: torch.Tensor = _ListAttention.apply(
-        starts, heads, dropout, seed, *(part.float() for part in projected)
+        starts, heads, causal, scale, dropout, seed, *(part.float() for part in projected)
     )
     return result.to(projected[0].dtype)
 
@@ -48,12 +54,14 @@ class _ListAttention(torch.autograd.Function):
         ctx: Any,
         starts: torch.Tensor,
         heads: int,
+        causal: bool,
+        scale: float,
         dropout: float,
         seed: int,
         *projected: torch.Tensor,
     ) -> torch.Tensor:
-        out, log_sums = torch.ops.rayrec.attend_lists(projected, starts, heads, dropout, seed)
-        ctx.settings = heads, dropout, seed
+        ctx.settings = heads, causal, scale, dropout, seed
+        out, log_sums = torch.ops.rayrec.attend_lists(projected, starts, *ctx.settings)
         ctx.save_for_backward(starts, log_sums, *projected)
         return out
 
@@ -63,14 +71,17 @@ class _ListAttention(torch.autograd.Function):
         slopes = torch.ops.rayrec.attend_lists_backward(
             gradients[0], log_sums, projected, starts, *ctx.settings
         )
-        return None, None, None, None, *slopes
+        return None, None, None, None, None, None, *slopes
 
 
 class _CListAttention(ctypes.Structure):
     """Mirror of rayrec_list_attention in native/kernels.h."""
 
     _fields_ = [
-        *c_fields("void* query key value starts; int64 heads width query_stride memory_stride"),
+        *c_fields(
+            "void* query key value starts; int64 heads width query_stride memory_stride; "
+            "int32 causal; float scale"
+        ),
         ("dropout", CDropout),
         *c_fields("void* out log_sums gradient query_gradient key_gradient value_gradient"),
     ]
@@ -80,6 +91,8 @@ def _attend(
     projected: Sequence[torch.Tensor],
     starts: torch.Tensor,
     heads: int,
+    causal: bool,
+    scale: float,
     dropout: float,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +101,8 @@ def _attend(
     out = projected[0].new_empty(elements, _width(projected))
     log_sums = projected[0].new_empty(elements, heads)
     # Tensors are variables of this call, which outlive the kernel
-    arguments = _structure(projected, starts, heads, CDropout.with_seed(dropout, seed))
+    arguments = _structure(projected, starts, heads, causal, scale)
+    arguments.dropout = CDropout.with_seed(dropout, seed)
     arguments.out = out.data_ptr()
     arguments.log_sums = log_sums.data_ptr()
     _run("rayrec_attend_lists", arguments, starts)
@@ -101,13 +115,16 @@ def _attend_backward(
     projected: Sequence[torch.Tensor],
     starts: torch.Tensor,
     heads: int,
+    causal: bool,
+    scale: float,
     dropout: float,
     seed: int,
 ) -> list[torch.Tensor]:
     projected = [part.contiguous() for part in projected]
     gradient = gradient.contiguous()
     gradients = [torch.empty_like(part) for part in projected]
-    arguments = _structure(projected, starts, heads, CDropout.with_seed(dropout, seed))
+    arguments = _structure(projected, starts, heads, causal, scale)
+    arguments.dropout = CDropout.with_seed(dropout, seed)
     arguments.log_sums = log_sums.data_ptr()
     arguments.gradient = gradient.data_ptr()
     addresses = _addresses(gradients)
@@ -125,7 +142,8 @@ def _structure(
     projected: Sequence[torch.Tensor],
     starts: torch.Tensor,
     heads: int,
-    dropout: CDropout,
+    causal: bool,
+    scale: float,
 ) -> _CListAttention:
     return _CListAttention(
         *_addresses(projected),
@@ -134,7 +152,8 @@ def _structure(
         _width(projected) // heads,
         projected[0].shape[1],
         projected[-1].shape[1],
-        dropout,
+        causal,
+        scale,
     )
 
 
@@ -154,26 +173,29 @@ def _width(parts: Sequence[torch.Tensor]) -> int:
 # Registered as torch operators for its profiler and modes
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define(
-    "attend_lists(Tensor[] projected, Tensor starts, int heads, float dropout, int seed) -> "
-    "(Tensor, Tensor)"
+    "attend_lists(Tensor[] projected, Tensor starts, int heads, bool causal, float scale, "
+    "float dropout, int seed) -> (Tensor, Tensor)"
 )
 _OPERATORS.define(
     "attend_lists_backward(Tensor gradient, Tensor log_sums, Tensor[] projected, Tensor starts, "
-    "int heads, float dropout, int seed) -> Tensor[]"
+    "int heads, bool causal, float scale, float dropout, int seed) -> Tensor[]"
 )
 _OPERATORS.impl("attend_lists", _attend, "CPU")
 _OPERATORS.impl("attend_lists_backward", _attend_backward, "CPU")
 
 
-def _products(projected: Sequence[torch.Tensor], starts: torch.Tensor) -> int:
-    """Return the operations to multiply each element with those up to it, two per multiply-add."""
+def _products(projected: Sequence[torch.Tensor], starts: torch.Tensor, causal: bool) -> int:
+    """Return the operations to multiply all pairs of elements that attend, two per multiply-add."""
     lengths = starts.diff()
-    return int((lengths * (lengths + 1)).sum()) * _width(projected)
+    pairs = lengths * (lengths + 1) // 2 if causal else lengths.square()
+    return 2 * int(pairs.sum()) * _width(projected)
 
 
 @register_flop_formula([torch.ops.rayrec.attend_lists], get_raw=True)
-def _forward_operations(projected: Any, starts: Any, *_: Any, **__: Any) -> int:
-    return 2 * _products(projected, starts)
+def _forward_operations(
+    projected: Any, starts: Any, heads: int, causal: bool, *_: Any, **__: Any
+) -> int:
+    return 2 * _products(projected, starts, causal)
 
 
 @register_flop_formula([torch.ops.rayrec.attend_lists_backward], get_raw=True)
@@ -182,7 +204,9 @@ def _backward_operations(
     log_sums: Any,
     projected: Any,
     starts: Any,
+    heads: int,
+    causal: bool,
     *_: Any,
     **__: Any,
 ) -> int:
-    return 5 * _products(projected, starts)
+    return 5 * _products(projected, starts, causal)

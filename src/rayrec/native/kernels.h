@@ -226,7 +226,7 @@ typedef struct {
     int64_t columns;
 } rayrec_exponents;
 
-/* Attention of each element to its own list's elements up to it: softmax(query . key / sqrt(width)), with dropout, times value.
+/* Attention of each element to its own list's elements: softmax(scale * query . key), with dropout, times value.
  * A row of queries, keys or values has all heads side by side, and is followed by the next one after a stride. */
 typedef struct {
     const float *query, *key, *value; /* (elements, heads * width) */
@@ -235,12 +235,43 @@ typedef struct {
     int64_t width;
     int64_t query_stride;
     int64_t memory_stride; /* of keys and values */
+    int32_t causal; /* whether elements attend only to those up to them */
+    float scale;
     rayrec_dropout dropout;
     float *out; /* (elements, heads * width) */
     float *log_sums; /* (elements, heads): logarithms of the softmax's sums, to base 2; output, in the backward pass input */
     const float *gradient; /* (elements, heads * width), of `out`; of the backward pass, like all that follow */
     float *query_gradient, *key_gradient, *value_gradient; /* outputs, with strides of what they belong to */
 } rayrec_list_attention;
+
+/* Two vectors to multiply: `first` of those of a row's first set, `second` of its second. */
+typedef struct {
+    int32_t first;
+    int32_t second;
+} rayrec_pair;
+
+/* Weighted sums of products of vectors: out[row, i] = bias[i] + sum over pairs p of weight[p, i] first[row, p.first]
+ * second[row, p.second], value by value. The number of pairs is a multiple of 8 and `width` one of 16, with weights of 0 for those
+ * that are none. */
+typedef struct {
+    const float *first; /* (rows, firsts, dim) */
+    const float *second; /* (rows, seconds, dim) */
+    const rayrec_pair *pairs; /* (count) */
+    const float *weight; /* (count, width) */
+    const float *bias; /* (width) */
+    int64_t rows;
+    int64_t firsts;
+    int64_t seconds;
+    int64_t dim;
+    int64_t count;
+    int64_t outputs;
+    int64_t width;
+    int64_t block_rows;
+    float *out; /* (rows, outputs, dim); backward: its gradient */
+    float *first_gradient; /* like `first` */
+    float *second_gradient; /* like `second` */
+    float *weight_gradient; /* (blocks, count, width), zeroed: sums over each block's rows */
+} rayrec_products;
 
 /* Decision trees with room for `splits` splits each. Nodes below `splits` are splits, and node splits + i is leaf i. */
 typedef struct {
@@ -424,6 +455,8 @@ rayrec_kernel rayrec_pairwise_dots_avx512, rayrec_pairwise_dots_backward_avx512,
 rayrec_kernel rayrec_attend_lists_avx2, rayrec_attend_lists_backward_avx2, rayrec_drop_values_avx2, rayrec_exponents_of_rows_avx2;
 rayrec_kernel rayrec_attend_lists_avx512, rayrec_attend_lists_backward_avx512, rayrec_drop_values_avx512;
 rayrec_kernel rayrec_exponents_of_rows_avx512;
+rayrec_kernel rayrec_sum_products_avx2, rayrec_sum_products_backward_avx2;
+rayrec_kernel rayrec_sum_products_avx512, rayrec_sum_products_backward_avx512;
 #endif
 
 /* relu.c: arguments are a rayrec_relu, items its blocks. */
@@ -437,6 +470,9 @@ rayrec_kernel rayrec_drop_values;
 
 /* exponents.c: arguments are a rayrec_exponents, items its rows. */
 rayrec_kernel rayrec_exponents_of_rows;
+
+/* products.c: arguments are a rayrec_products, items its blocks of rows. */
+rayrec_kernel rayrec_sum_products, rayrec_sum_products_backward;
 
 /* trees.c: arguments are a rayrec_trees, items its rows. */
 rayrec_kernel rayrec_sum_trees;

@@ -1,4 +1,4 @@
-/* Causal attention within lists that lie one after the other, without padding, and its gradients. */
+/* Attention within lists that lie one after the other, without padding, and its gradients. */
 #include "lanes.h"
 
 #include <float.h>

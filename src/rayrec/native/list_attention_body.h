@@ -110,7 +110,7 @@ PART_OF_IT KERNEL void NAMED(drop)(float *restrict weights, int64_t columns, uin
 KERNEL int32_t NAMED(rayrec_attend_lists)(const void *arguments, int64_t start, int64_t stop) {
     const rayrec_list_attention *attention = arguments;
     const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, PAIR);
-    const float scale = LOG2_E / sqrtf((float)width);
+    const float scale = LOG2_E * attention->scale;
     for (int64_t item = start; item < stop; item++) {
         const int64_t head = item % heads, first = attention->starts[item / heads];
         const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, PAIR);
@@ -123,17 +123,18 @@ KERNEL int32_t NAMED(rayrec_attend_lists)(const void *arguments, int64_t start, 
         NAMED(turn_rows)(attention->key + of_memory, attention->memory_stride, count, width, keys, columns);
         NAMED(copy_rows)(attention->value + of_memory, attention->memory_stride, count, width, 1, values, wide);
         for (int64_t i = 0; i < count; i += QUAD) {
-            const int64_t queries = count - i < QUAD ? count - i : QUAD, limit = up_to_multiple(i + queries, PAIR);
+            const int64_t queries = count - i < QUAD ? count - i : QUAD, reach = attention->causal ? i + queries : count;
+            const int64_t limit = up_to_multiple(reach, PAIR);
             const float *of_block = attention->query + of_query + i * attention->query_stride;
             NAMED(copy_rows)(of_block, attention->query_stride, queries, width, scale, query, wide);
             NAMED(multiply)(query, wide, width, keys, columns, limit, weights, columns);
             for (int64_t b = 0; b < queries; b++) {
                 const int64_t row = (first + i + b) * heads + head;
-                attention->log_sums[row] = NAMED(softmax)(weights + b * columns, i + b + 1, limit);
+                attention->log_sums[row] = NAMED(softmax)(weights + b * columns, attention->causal ? i + b + 1 : count, limit);
                 if (attention->dropout.threshold)
                     NAMED(drop)(weights + b * columns, limit, bits_of_block(attention->dropout.seed, row), &attention->dropout);
             }
-            NAMED(multiply)(weights, columns, i + queries, values, wide, wide, out, wide);
+            NAMED(multiply)(weights, columns, reach, values, wide, wide, out, wide);
             for (int64_t b = 0; b < queries; b++)
                 NAMED(copy_rows)(out + b * wide, wide, 1, width, 1, attention->out + ((first + i + b) * heads + head) * width, width);
         }
@@ -165,7 +166,7 @@ PART_OF_IT KERNEL void NAMED(softmax_backward)(float *restrict scores, float *re
 KERNEL int32_t NAMED(rayrec_attend_lists_backward)(const void *arguments, int64_t start, int64_t stop) {
     const rayrec_list_attention *attention = arguments;
     const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, PAIR);
-    const float scale = LOG2_E / sqrtf((float)width);
+    const float scale = LOG2_E * attention->scale;
     for (int64_t item = start; item < stop; item++) {
         const int64_t head = item % heads, first = attention->starts[item / heads];
         const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, PAIR);
@@ -181,7 +182,8 @@ KERNEL int32_t NAMED(rayrec_attend_lists_backward)(const void *arguments, int64_
         NAMED(turn_rows)(attention->value + of_memory, attention->memory_stride, count, width, turned_values, columns);
         NAMED(copy_rows)(attention->key + of_memory, attention->memory_stride, count, width, 1, keys, wide);
         for (int64_t i = 0; i < count; i += QUAD) {
-            const int64_t queries = count - i < QUAD ? count - i : QUAD, limit = up_to_multiple(i + queries, PAIR);
+            const int64_t queries = count - i < QUAD ? count - i : QUAD, reach = attention->causal ? i + queries : count;
+            const int64_t limit = up_to_multiple(reach, PAIR);
             const int64_t place = of_query + i * attention->query_stride, row = (first + i) * heads + head;
             NAMED(copy_rows)(attention->query + place, attention->query_stride, queries, width, scale, query, wide);
             NAMED(copy_rows)(attention->gradient + row * width, heads * width, queries, width, 1, given, wide);
@@ -191,14 +193,14 @@ KERNEL int32_t NAMED(rayrec_attend_lists_backward)(const void *arguments, int64_
                 float *of_weights = weights + b * columns, *of_slopes = slopes + b * columns;
                 const int64_t own = row + b * heads;
                 if (b < queries)
-                    NAMED(softmax_backward)(of_weights, of_slopes, i + b + 1, limit, attention->log_sums[own],
-                                            bits_of_block(attention->dropout.seed, own), &attention->dropout);
+                    NAMED(softmax_backward)(of_weights, of_slopes, attention->causal ? i + b + 1 : count, limit,
+                                            attention->log_sums[own], bits_of_block(attention->dropout.seed, own), &attention->dropout);
                 else
                     for (int64_t j = 0; j < limit; j++) of_weights[j] = of_slopes[j] = 0;
             }
-            NAMED(add_product)(weights, columns, i + queries, given, wide, for_values);
-            NAMED(add_product)(slopes, columns, i + queries, query, wide, for_keys);
-            NAMED(multiply)(slopes, columns, i + queries, keys, wide, wide, for_query, wide);
+            NAMED(add_product)(weights, columns, reach, given, wide, for_values);
+            NAMED(add_product)(slopes, columns, reach, query, wide, for_keys);
+            NAMED(multiply)(slopes, columns, reach, keys, wide, wide, for_query, wide);
             for (int64_t b = 0; b < queries; b++)
                 NAMED(copy_rows)(for_query + b * wide, wide, 1, width, scale / LOG2_E,
                                  attention->query_gradient + place + b * attention->query_stride, width);

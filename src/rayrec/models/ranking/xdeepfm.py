@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
@@ -18,6 +17,7 @@ from rayrec.layers.mlp import (
     compute_dtype,
     xavier_linear,
 )
+from rayrec.layers.vector_products import sum_products
 from rayrec.models.base import ModelInputs
 from rayrec.models.ranking.deepfm import DeepFMConfig
 
@@ -78,15 +78,11 @@ class CompressedInteraction(nn.Module):
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits [rows] for fields [rows, num_fields, dim]."""
-        # Each index of the vectors is a row of the products
-        first = fields.transpose(1, 2).to(self._dtype)
+        first = fields.to(self._dtype)
         hidden = first
         sums = []
         for layer in self.layers:
             assert isinstance(layer, UninitializedLinear)
-            pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)
-            hidden = functional.linear(
-                pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
-            )
-            sums.append(hidden.float().sum(1))
+            hidden = sum_products(first, hidden, layer.weight, layer.bias)
+            sums.append(hidden.float().sum(2))
         return self.logit(torch.cat(sums, dim=1)).squeeze(1)

@@ -5,6 +5,8 @@ Dropout is replaced by multiplication with 1 - probability, to also compare its 
 probabilities.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from builders.networks import CONFIGS, DIM, INPUTS, SEVERAL, inputs_of
@@ -12,7 +14,9 @@ from torch import nn
 
 from rayrec import models
 from rayrec.batch import Batch
+from rayrec.layers import attention
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.list_attention import attend_lists
 from rayrec.layers.mlp import MLP, Dice, GlobalBatchNorm, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
@@ -564,6 +568,11 @@ def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
         "dropout",
         lambda values, p, *, training: values * (1 - p) if training else values,
     )
+
+    def attend(*arguments: Any, dropout: float, **settings: Any) -> torch.Tensor:
+        return attend_lists(*arguments, dropout=0.0, **settings) * (1 - dropout)
+
+    monkeypatch.setattr(attention, "attend_lists", attend)
 
 
 @pytest.mark.parametrize("training", [True, False])
