@@ -4,6 +4,7 @@ events.
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -445,6 +446,30 @@ def test_failed_part_of_all_benchmarks_is_skipped(
         monkeypatch.setattr(measuring, "_FAILED", [])
         assert run.main([name]) == status
     rejects("names no log", run.main, ["third"])
+
+
+def test_models_and_their_plain_peers_train() -> None:
+    """In a process of its own, which makes and ends a process group."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MODELS],
+        cwd=ROOT / "benchmarks",
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["workload"].split(",")[0] for row in rows] == ["linear", "dcnv3"], done.stderr
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+_MODELS = """
+import models_benchmark
+
+models_benchmark.MODELS = ("linear", "dcnv3")
+models_benchmark.BATCH = 64
+models_benchmark.main(quick=True)
+"""
 
 
 @pytest.mark.exhaustive
