@@ -9,15 +9,23 @@ PART_OF_IT KERNEL NAMED(lanes) NAMED(larger)(NAMED(lanes) a, NAMED(lanes) b) {
 }
 
 PART_OF_IT KERNEL float NAMED(largest_of)(NAMED(lanes) values) {
-    float largest = values[0];
-    for (int i = 1; i < LANES; i++) largest = values[i] > largest ? values[i] : largest;
-    return largest;
+    float parts[LANES];
+    *(NAMED(lanes) *)parts = values;
+    quad larger = *(const quad *)parts;
+    for (int i = QUAD; i < LANES; i += QUAD) {
+        const quad part = *(const quad *)(parts + i);
+        for (int j = 0; j < QUAD; j++) larger[j] = part[j] > larger[j] ? part[j] : larger[j];
+    }
+    const float even = larger[2] > larger[0] ? larger[2] : larger[0], odd = larger[3] > larger[1] ? larger[3] : larger[1];
+    return odd > even ? odd : even;
 }
 
 PART_OF_IT KERNEL float NAMED(sum_of)(NAMED(lanes) values) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += values[i];
-    return sum;
+    float parts[LANES];
+    *(NAMED(lanes) *)parts = values;
+    quad sum = *(const quad *)parts;
+    for (int i = QUAD; i < LANES; i += QUAD) sum += *(const quad *)(parts + i);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* 2^x to one unit in the last place, 0 for x below -125, NaN for NaN. x is at most 127.

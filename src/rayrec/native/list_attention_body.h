@@ -1,7 +1,7 @@
 /* Body of list_attention.c for one kind of CPU (`each_cpu.h`).
  *
- * A head of a list is computed alone, QUAD queries at a time. Its matrices are copied first: rows become PAIR times as long as a
- * register or a multiple of that, with zeros behind the end, so that products need no special case at an edge.
+ * A head of a list is computed alone, QUERIES queries at a time. Its matrices are copied first: rows become a
+ * multiple of a register, with zeros behind the end, so that products need no special case at an edge.
  *
  *     forward     scores = query x keys^T, to base 2;  weights = 2^(scores - log_sum);  out = dropped(weights) x values
  *     backward    the weights again, from the saved log_sum, and
@@ -12,41 +12,51 @@
 #include "lanes_body.h"
 
 #define PAIR (2 * LANES)
+#define QUERIES (LANES == 16 ? 8 : 4) /* times two registers of sums: AVX-512 has 32 registers, others 16 */
 
-/* Sets out (QUAD, columns) to the product of left (QUAD, inner) and right (inner, columns). `columns` is a multiple of PAIR. */
+/* Sets out (QUERIES, columns) to the product of left (QUERIES, inner) and right (inner, columns). `columns` is a multiple of LANES. */
 PART_OF_IT KERNEL void NAMED(multiply)(const float *restrict left, int64_t left_stride, int64_t inner, const float *restrict right,
                                 int64_t right_stride, int64_t columns, float *restrict out, int64_t out_stride) {
-    for (int64_t j = 0; j < columns; j += PAIR) {
-        NAMED(lanes) low[QUAD] = {0}, high[QUAD] = {0};
+    int64_t j = 0;
+    for (; j + PAIR <= columns; j += PAIR) {
+        NAMED(lanes) low[QUERIES] = {0}, high[QUERIES] = {0};
         for (int64_t k = 0; k < inner; k++) {
             const float *row = right + k * right_stride + j;
             const NAMED(lanes) of_low = *(const NAMED(lanes) *)row, of_high = *(const NAMED(lanes) *)(row + LANES);
-            for (int b = 0; b < QUAD; b++) {
+            for (int b = 0; b < QUERIES; b++) {
                 const float factor = left[b * left_stride + k];
                 low[b] += factor * of_low;
                 high[b] += factor * of_high;
             }
         }
-        for (int b = 0; b < QUAD; b++) {
+        for (int b = 0; b < QUERIES; b++) {
             *(NAMED(lanes) *)(out + b * out_stride + j) = low[b];
             *(NAMED(lanes) *)(out + b * out_stride + j + LANES) = high[b];
         }
     }
+    if (j == columns) return;
+    NAMED(lanes) last[QUERIES] = {0};
+    for (int64_t k = 0; k < inner; k++) {
+        const NAMED(lanes) of_last = *(const NAMED(lanes) *)(right + k * right_stride + j);
+        for (int b = 0; b < QUERIES; b++) last[b] += left[b * left_stride + k] * of_last;
+    }
+    for (int b = 0; b < QUERIES; b++) *(NAMED(lanes) *)(out + b * out_stride + j) = last[b];
 }
 
-/* Adds the product of left^T (rows, QUAD) and right (QUAD, columns) to sums. `columns` is a multiple of PAIR. */
+/* Adds the product of left^T (rows, QUERIES) and right (QUERIES, columns) to sums. `columns` is a multiple of LANES. */
 PART_OF_IT KERNEL void NAMED(add_product)(const float *restrict left, int64_t left_stride, int64_t rows, const float *restrict right,
                                    int64_t columns, float *restrict sums) {
-    for (int64_t j = 0; j < columns; j += PAIR) {
-        NAMED(lanes) low[QUAD], high[QUAD];
-        for (int b = 0; b < QUAD; b++) {
+    int64_t j = 0;
+    for (; j + PAIR <= columns; j += PAIR) {
+        NAMED(lanes) low[QUERIES], high[QUERIES];
+        for (int b = 0; b < QUERIES; b++) {
             low[b] = *(const NAMED(lanes) *)(right + b * columns + j);
             high[b] = *(const NAMED(lanes) *)(right + b * columns + j + LANES);
         }
         for (int64_t k = 0; k < rows; k++) {
             NAMED(lanes) *of_low = (NAMED(lanes) *)(sums + k * columns + j), *of_high = of_low + 1;
             NAMED(lanes) sum_low = *of_low, sum_high = *of_high;
-            for (int b = 0; b < QUAD; b++) {
+            for (int b = 0; b < QUERIES; b++) {
                 const float factor = left[b * left_stride + k];
                 sum_low += factor * low[b];
                 sum_high += factor * high[b];
@@ -54,6 +64,14 @@ PART_OF_IT KERNEL void NAMED(add_product)(const float *restrict left, int64_t le
             *of_low = sum_low;
             *of_high = sum_high;
         }
+    }
+    if (j == columns) return;
+    NAMED(lanes) last[QUERIES];
+    for (int b = 0; b < QUERIES; b++) last[b] = *(const NAMED(lanes) *)(right + b * columns + j);
+    for (int64_t k = 0; k < rows; k++) {
+        NAMED(lanes) *of_last = (NAMED(lanes) *)(sums + k * columns + j), sum = *of_last;
+        for (int b = 0; b < QUERIES; b++) sum += left[b * left_stride + k] * last[b];
+        *of_last = sum;
     }
 }
 
@@ -109,22 +127,22 @@ PART_OF_IT KERNEL void NAMED(drop)(float *restrict weights, int64_t columns, uin
 
 KERNEL int32_t NAMED(rayrec_attend_lists)(const void *arguments, int64_t start, int64_t stop) {
     const rayrec_list_attention *attention = arguments;
-    const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, PAIR);
+    const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, LANES);
     const float scale = LOG2_E * attention->scale;
     for (int64_t item = start; item < stop; item++) {
         const int64_t head = item % heads, first = attention->starts[item / heads];
-        const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, PAIR);
+        const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, LANES);
         const int64_t of_query = first * attention->query_stride + head * width;
         const int64_t of_memory = first * attention->memory_stride + head * width;
-        float *room = calloc((size_t)(width * columns + count * wide + QUAD * (columns + 2 * wide)), sizeof *room);
+        float *room = calloc((size_t)(width * columns + count * wide + QUERIES * (columns + 2 * wide)), sizeof *room);
         if (!room) return 1;
         float *keys = room, *values = keys + width * columns, *query = values + count * wide;
-        float *weights = query + QUAD * wide, *out = weights + QUAD * columns;
+        float *weights = query + QUERIES * wide, *out = weights + QUERIES * columns;
         NAMED(turn_rows)(attention->key + of_memory, attention->memory_stride, count, width, keys, columns);
         NAMED(copy_rows)(attention->value + of_memory, attention->memory_stride, count, width, 1, values, wide);
-        for (int64_t i = 0; i < count; i += QUAD) {
-            const int64_t queries = count - i < QUAD ? count - i : QUAD, reach = attention->causal ? i + queries : count;
-            const int64_t limit = up_to_multiple(reach, PAIR);
+        for (int64_t i = 0; i < count; i += QUERIES) {
+            const int64_t queries = count - i < QUERIES ? count - i : QUERIES, reach = attention->causal ? i + queries : count;
+            const int64_t limit = up_to_multiple(reach, LANES);
             const float *of_block = attention->query + of_query + i * attention->query_stride;
             NAMED(copy_rows)(of_block, attention->query_stride, queries, width, scale, query, wide);
             NAMED(multiply)(query, wide, width, keys, columns, limit, weights, columns);
@@ -165,31 +183,31 @@ PART_OF_IT KERNEL void NAMED(softmax_backward)(float *restrict scores, float *re
 
 KERNEL int32_t NAMED(rayrec_attend_lists_backward)(const void *arguments, int64_t start, int64_t stop) {
     const rayrec_list_attention *attention = arguments;
-    const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, PAIR);
+    const int64_t heads = attention->heads, width = attention->width, wide = up_to_multiple(width, LANES);
     const float scale = LOG2_E * attention->scale;
     for (int64_t item = start; item < stop; item++) {
         const int64_t head = item % heads, first = attention->starts[item / heads];
-        const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, PAIR);
+        const int64_t count = attention->starts[item / heads + 1] - first, columns = up_to_multiple(count, LANES);
         const int64_t of_query = first * attention->query_stride + head * width;
         const int64_t of_memory = first * attention->memory_stride + head * width;
-        float *room = calloc((size_t)(2 * width * columns + 3 * count * wide + QUAD * (2 * columns + 3 * wide)), sizeof *room);
+        float *room = calloc((size_t)(2 * width * columns + 3 * count * wide + QUERIES * (2 * columns + 3 * wide)), sizeof *room);
         if (!room) return 1;
         float *turned_keys = room, *turned_values = turned_keys + width * columns, *keys = turned_values + width * columns;
         float *for_keys = keys + count * wide, *for_values = for_keys + count * wide, *query = for_values + count * wide;
-        float *given = query + QUAD * wide, *for_query = given + QUAD * wide;
-        float *weights = for_query + QUAD * wide, *slopes = weights + QUAD * columns;
+        float *given = query + QUERIES * wide, *for_query = given + QUERIES * wide;
+        float *weights = for_query + QUERIES * wide, *slopes = weights + QUERIES * columns;
         NAMED(turn_rows)(attention->key + of_memory, attention->memory_stride, count, width, turned_keys, columns);
         NAMED(turn_rows)(attention->value + of_memory, attention->memory_stride, count, width, turned_values, columns);
         NAMED(copy_rows)(attention->key + of_memory, attention->memory_stride, count, width, 1, keys, wide);
-        for (int64_t i = 0; i < count; i += QUAD) {
-            const int64_t queries = count - i < QUAD ? count - i : QUAD, reach = attention->causal ? i + queries : count;
-            const int64_t limit = up_to_multiple(reach, PAIR);
+        for (int64_t i = 0; i < count; i += QUERIES) {
+            const int64_t queries = count - i < QUERIES ? count - i : QUERIES, reach = attention->causal ? i + queries : count;
+            const int64_t limit = up_to_multiple(reach, LANES);
             const int64_t place = of_query + i * attention->query_stride, row = (first + i) * heads + head;
             NAMED(copy_rows)(attention->query + place, attention->query_stride, queries, width, scale, query, wide);
             NAMED(copy_rows)(attention->gradient + row * width, heads * width, queries, width, 1, given, wide);
             NAMED(multiply)(query, wide, width, turned_keys, columns, limit, weights, columns);
             NAMED(multiply)(given, wide, width, turned_values, columns, limit, slopes, columns);
-            for (int64_t b = 0; b < QUAD; b++) {
+            for (int64_t b = 0; b < QUERIES; b++) {
                 float *of_weights = weights + b * columns, *of_slopes = slopes + b * columns;
                 const int64_t own = row + b * heads;
                 if (b < queries)
@@ -215,3 +233,4 @@ KERNEL int32_t NAMED(rayrec_attend_lists_backward)(const void *arguments, int64_
     return 0;
 }
 #undef PAIR
+#undef QUERIES
