@@ -543,19 +543,21 @@ static void fuzz_dots(void) { /* against products one by one, of small whole num
     free(dense), free(sparse), free(out), free(from_dense), free(of_sparse), free(places);
 }
 
-static void fuzz_relu(void) { /* a gradient stays where the output is above 0; its transpose and its sums are of what is left */
+/* A gradient stays where the output is above 0, or anywhere without ReLU; its transpose and its sums are of what is left. */
+static void fuzz_relu(void) {
+    const int64_t is_relu = below(3);
     const int64_t rows = below(200), columns = 1 + below(70), block = 1 + below(80);
     const int64_t blocks = (rows + block - 1) / block;
     float *output = buffer(4 * rows * columns), *gradient = buffer(4 * rows * columns), *turned = buffer(4 * rows * columns);
     float *given = buffer(4 * rows * columns), *sums = buffer(4 * blocks * columns);
     for (int64_t i = 0; i < rows * columns; i++) output[i] = (float)(below(3) - 1), given[i] = gradient[i] = (float)(below(9) - 4);
     for (int64_t i = 0; i < blocks * columns; i++) sums[i] = 0;
-    const rayrec_relu relu = {output, gradient, turned, sums, rows, columns, block};
+    const rayrec_relu relu = {is_relu ? output : NULL, gradient, turned, sums, rows, columns, block};
     CHECK(!ANY_OF(rayrec_relu_backward)(&relu, 0, blocks));
     for (int64_t c = 0; c < columns; c++) {
         float expected = 0, found = 0;
         for (int64_t r = 0; r < rows; r++) {
-            const float kept = output[r * columns + c] > 0 ? given[r * columns + c] : 0;
+            const float kept = !is_relu || output[r * columns + c] > 0 ? given[r * columns + c] : 0;
             CHECK(gradient[r * columns + c] == kept && turned[c * rows + r] == kept);
             expected += kept;
         }

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.kernel_threads import run_kernel, uses_kernels, vectorized
 from rayrec.native import c_fields
 
 _LEVELS: Final = 1 << 31
@@ -54,7 +54,7 @@ def dropped(values: torch.Tensor, probability: float) -> torch.Tensor:
     """
     if not probability:
         return values
-    if not values.is_cpu or values.dtype not in _DTYPES:
+    if not uses_kernels(values) or values.dtype not in _DTYPES:
         return functional.dropout(values, probability)
     result: torch.Tensor = _Dropped.apply(values.float(), probability, draw_seed())
     return result.to(values.dtype)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from rayrec.collectives import all_reduce_sum, num_workers
 from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
+from rayrec.layers.dropout import dropped
 from rayrec.layers.kernel_threads import run_kernel, vectorized
 from rayrec.native import c_fields
 
@@ -25,29 +26,30 @@ _FEWEST_ROWS: Final = 2
 
 
 def relu_backward_(
-    gradient: torch.Tensor, output: torch.Tensor
+    gradient: torch.Tensor, output: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed
-    over rows. Both inputs are [rows, columns], float32 and contiguous, on CPU, and are read once. A
-    product that needs the transposed gradient would copy it again. The sum does not depend on the
-    number of threads.
+    """Set `gradient` to 0 in place where `output` is not above 0, if it is given. Return it
+    transposed, and summed over rows. Both inputs are [rows, columns], float32 and contiguous, on
+    CPU, and are read once. A product that needs the transposed gradient would copy it again, and
+    slower. The sum does not depend on the number of threads.
     """
     turned, sums = torch.ops.rayrec.relu_backward_(gradient, output)
     return turned, sums
 
 
 def _relu_backward(
-    gradient: torch.Tensor, output: torch.Tensor
+    gradient: torch.Tensor, output: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = gradient.shape
     blocks = -(-rows // _BLOCK)
     turned = gradient.new_empty(columns, rows)
     sums = gradient.new_zeros(blocks, columns)
     # All four are variables of this call, which outlive the kernel. `gradient` is overwritten.
-    pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
+    pointers = [tensor.data_ptr() for tensor in (gradient, turned, sums)]
+    address = None if output is None else output.data_ptr()
     run_kernel(
         vectorized("rayrec_relu_backward"),
-        _CRelu(*pointers, rows, columns, _BLOCK),
+        _CRelu(address, *pointers, rows, columns, _BLOCK),
         blocks,
         at_once=1,
     )
@@ -62,7 +64,7 @@ class _CRelu(ctypes.Structure):
 
 # Registered as a torch operator for its profiler and modes
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
-_OPERATORS.define("relu_backward_(Tensor(a!) gradient, Tensor output) -> (Tensor, Tensor)")
+_OPERATORS.define("relu_backward_(Tensor(a!) gradient, Tensor? output) -> (Tensor, Tensor)")
 _OPERATORS.impl("relu_backward_", _relu_backward, "CPU")
 
 
@@ -71,6 +73,10 @@ Precision = Literal["fp32", "bf16"]
 # Below these widths, oneDNN's setup costs more than its product (measured at 1,024 to 8,192 rows).
 _NARROW_OUTPUT = 8
 _NARROW_INPUT = 64
+_MANY_ROWS = 16_384
+"""Row count above which MKL multiplies the transposed gradient as it is. To transpose it first can
+take longer than the product, with rows that are too far apart (measured at 79,872 rows).
+"""
 _FEW_ROWS = 8
 """Maximum row count for plain operators without gradient. The setup of the fused step takes 0.1
 ms.
@@ -102,7 +108,7 @@ def _weight_gradient(
     """Return the weight gradient [out, in], laid out by inputs if `input_major`, as the weight is,
     and if this is faster.
     """
-    if gradient.shape[1] < _NARROW_OUTPUT:
+    if gradient.shape[1] < _NARROW_OUTPUT or len(gradient) > _MANY_ROWS:
         return gradient.t() @ inputs
     if (
         input_major
@@ -128,7 +134,8 @@ def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool
     it.
     """
     wide = gradient.shape[1] >= _NARROW_OUTPUT and inputs.shape[1] >= _NARROW_INPUT
-    return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
+    few = len(gradient) <= _MANY_ROWS
+    return fused and wide and few and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
 def _layer_backward(
@@ -144,8 +151,8 @@ def _layer_backward(
     """Return the gradients before the ReLU, of the weight and of the bias, if it needs one.
     `output` is None without ReLU. `may_modify`: whether `gradient` may be overwritten.
     """
-    if output is not None and _turns(gradient, inputs, fused=fused) and not input_major:
-        gradient = gradient if may_modify else gradient.clone()
+    if _turns(gradient, inputs, fused=fused) and not input_major:
+        gradient = gradient if may_modify or output is None else gradient.clone()
         turned, sums = relu_backward_(gradient, output)
         weight_gradient = linear_pointwise(turned, inputs.t(), None, "none")
         return gradient, weight_gradient, sums if needs_bias else None
@@ -165,7 +172,7 @@ def _layer_backward(
 #   forward     one oneDNN call per layer: product, bias and ReLU, while the product is in cache
 #   backward    last layer first; `gradient` is overwritten where it belongs to this function
 #     ReLU      mask, transpose and bias gradient in one pass (`relu_backward_`), if the next
-#               product needs the transposed gradient
+#               product needs the transposed gradient; without ReLU, transpose and bias gradient
 #     weight    gradient^T x inputs, laid out as the weight is
 #     input     gradient x weight, in the precision's dtype
 #
@@ -355,11 +362,12 @@ class MLP(nn.Module):
         # A slice of the ModuleList would be a new module in each step.
         layers = list(self.layers)
         hidden = inputs
-        if self.norms is not None or self._dropout:
+        dropout = self._dropout if self.training else 0.0
+        if self.norms is not None or dropout:
             for number, layer in enumerate(layers[:-1]):
                 hidden = self._stack(hidden, [layer], relu=self.norms is None)
                 hidden = hidden if self.norms is None else self.norms[number](hidden).relu()
-                hidden = functional.dropout(hidden, self._dropout, training=self.training)
+                hidden = dropped(hidden, dropout)
             del layers[:-1]
         return self._stack(
             hidden, layers, relu=self.final_activation, float_last=not self.final_activation
@@ -508,7 +516,8 @@ class Tower(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs.to(self._dtype)
-        if self._is_plain and not (self._dropout and self.training):
+        dropout = self._dropout if self.training else 0.0
+        if self._is_plain and not dropout:
             parameters = [
                 parameter for layer in self.layers for parameter in (layer.weight, layer.bias)
             ]
@@ -517,9 +526,7 @@ class Tower(nn.Module):
         for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
             assert isinstance(layer, UninitializedLinear)
             linear = apply_linear(hidden, layer.weight, layer.bias, dtype=self._dtype)
-            hidden = functional.dropout(
-                activation(norm(linear)), self._dropout, training=self.training
-            )
+            hidden = dropped(activation(norm(linear)), dropout)
         return hidden
 
 

@@ -193,7 +193,7 @@ typedef struct {
 
 /* Gradient of a ReLU's output, overwritten by the gradient of its input. */
 typedef struct {
-    const float *output; /* (rows, columns) */
+    const float *output; /* (rows, columns); NULL without ReLU, of which `gradient` stays as it is */
     float *gradient; /* (rows, columns) */
     float *turned; /* (columns, rows): output, the transposed gradient */
     float *sums; /* (blocks, columns), zeroed: output, sums of the gradient over each block's rows */

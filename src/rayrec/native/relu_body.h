@@ -5,7 +5,8 @@ PART_OF_IT void NAMED(of_edge)(const rayrec_relu *relu, int64_t row, int64_t row
     for (int64_t r = row; r < row + rows; r++)
         for (int64_t c = column; c < column + columns; c++) {
             float *gradient = relu->gradient + r * relu->columns + c;
-            if (relu->output[r * relu->columns + c] <= 0) *gradient = 0; /* NaN passes the gradient, like torch */
+            const int is_off = relu->output && relu->output[r * relu->columns + c] <= 0; /* NaN passes the gradient, like torch */
+            if (is_off) *gradient = 0;
             relu->turned[c * relu->rows + r] = *gradient;
             sums[c] += *gradient;
         }
@@ -14,15 +15,15 @@ PART_OF_IT void NAMED(of_edge)(const rayrec_relu *relu, int64_t row, int64_t row
 PART_OF_IT void NAMED(of_tile)(const rayrec_relu *relu, int64_t row, int64_t column, float *sums) {
     const int64_t width = relu->columns;
     float *gradient = relu->gradient + row * width + column, *turned = relu->turned + column * relu->rows + row;
-    const float *output = relu->output + row * width + column;
     for (int c = 0; c < TILE; c += LANES) {
         NAMED(lanes) sum = *(const NAMED(lanes) *)(sums + column + c);
         for (int r = 0; r < TILE; r++) {
-            const NAMED(lanes) value = *(const NAMED(lanes) *)(output + r * width + c);
-            const NAMED(lanes) given = *(const NAMED(lanes) *)(gradient + r * width + c);
-            const NAMED(lanes) kept = (NAMED(lanes))((NAMED(whole_lanes))given & ~(NAMED(whole_lanes))(value <= 0));
-            *(NAMED(lanes) *)(gradient + r * width + c) = kept;
-            sum += kept;
+            NAMED(lanes) *given = (NAMED(lanes) *)(gradient + r * width + c);
+            if (relu->output) {
+                const NAMED(lanes) value = *(const NAMED(lanes) *)(relu->output + (row + r) * width + column + c);
+                *given = (NAMED(lanes))((NAMED(whole_lanes))*given & ~(NAMED(whole_lanes))(value <= 0));
+            }
+            sum += *given;
         }
         *(NAMED(lanes) *)(sums + column + c) = sum;
     }

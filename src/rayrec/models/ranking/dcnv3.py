@@ -13,6 +13,7 @@ from rayrec.batch import Batch
 from rayrec.bounds import Count, Share
 from rayrec.collectives import global_means
 from rayrec.config import InputError
+from rayrec.layers.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import (
     GlobalBatchNorm,
@@ -155,5 +156,5 @@ class _CrossNetwork(nn.Module):
                 half = normal.unflatten(0, (-1, half.shape[2])).transpose(1, 2)
             crossed = torch.cat([half, half * mask_norm(half).relu()], dim=2) + bias
             hidden = (hidden if self._deep else inputs) * crossed + hidden
-            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+            hidden = dropped(hidden, self._dropout if self.training else 0.0)
         return self.logit(hidden).squeeze(2).mean(1)

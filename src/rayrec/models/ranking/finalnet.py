@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from rayrec.batch import Batch
 from rayrec.bounds import Even, Share
+from rayrec.layers.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import (
     GlobalBatchNorm,
@@ -157,5 +158,5 @@ class _Tower(nn.Module):
             second, first = linear.chunk(2, dim=1)
             hidden = norm(torch.cat([second, first * second], dim=1))
             hidden = hidden.relu() if self._relu else hidden
-            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+            hidden = dropped(hidden, self._dropout if self.training else 0.0)
         return self.logit(hidden.float()).squeeze(1)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
+from rayrec.layers.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import (
     LogitTower,
@@ -143,6 +144,5 @@ class _MaskBlock(nn.Module):
         parameters = (self.first.weight, self.first.bias, self.second.weight, self.second.bias)
         mask = linear_stack(features, parameters, relus=(True, False), dtype=self._dtype)
         linear = apply_linear(mask * inputs, self.layer.weight, None, dtype=self._dtype)
-        return functional.dropout(
-            self.norm(linear.float()).relu(), self._dropout, training=self.training
-        )
+        dropout = self._dropout if self.training else 0.0
+        return dropped(self.norm(linear.float()).relu(), dropout)

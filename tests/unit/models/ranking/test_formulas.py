@@ -15,11 +15,13 @@ from torch import nn
 from rayrec import models
 from rayrec.batch import Batch
 from rayrec.layers import attention
+from rayrec.layers import mlp as mlp_module
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.list_attention import attend_lists
 from rayrec.layers.mlp import MLP, Dice, GlobalBatchNorm, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads
+from rayrec.models.ranking import dcnv3, finalnet, masknet
 from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.din import DINConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
@@ -563,11 +565,8 @@ def leaf(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        nn.functional,
-        "dropout",
-        lambda values, p, *, training: values * (1 - p) if training else values,
-    )
+    for module in (mlp_module, dcnv3, finalnet, masknet):
+        monkeypatch.setattr(module, "dropped", lambda values, p: values * (1 - p))
 
     def attend(*arguments: Any, dropout: float, **settings: Any) -> torch.Tensor:
         return attend_lists(*arguments, dropout=0.0, **settings) * (1 - dropout)
