@@ -36,7 +36,7 @@ class PlainClicks:
         vectors = torch.cat(
             [table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1
         )
-        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
             outputs = self.network(
                 batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors)
             )

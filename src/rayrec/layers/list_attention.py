@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -42,8 +42,9 @@ def attend_lists(
     if scale is None:
         scale = (_width(projected) // heads) ** -0.5
     # Sums are float32 with bfloat16, too
+    settings = _Settings(heads, causal, scale, dropout, seed)
     result: torch.Tensor = _ListAttention.apply(
-        starts, heads, causal, scale, dropout, seed, *(part.float() for part in projected)
+        starts, settings, *(part.float() for part in projected)
     )
     return result.to(projected[0].dtype)
 
@@ -53,15 +54,11 @@ class _ListAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         starts: torch.Tensor,
-        heads: int,
-        causal: bool,
-        scale: float,
-        dropout: float,
-        seed: int,
+        settings: _Settings,
         *projected: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.settings = heads, causal, scale, dropout, seed
-        out, log_sums = torch.ops.rayrec.attend_lists(projected, starts, *ctx.settings)
+        out, log_sums = torch.ops.rayrec.attend_lists(projected, starts, *settings)
+        ctx.settings = settings
         ctx.save_for_backward(starts, log_sums, *projected)
         return out
 
@@ -71,7 +68,7 @@ class _ListAttention(torch.autograd.Function):
         slopes = torch.ops.rayrec.attend_lists_backward(
             gradients[0], log_sums, projected, starts, *ctx.settings
         )
-        return None, None, None, None, None, None, *slopes
+        return None, None, *slopes
 
 
 class _CListAttention(ctypes.Structure):
@@ -87,22 +84,25 @@ class _CListAttention(ctypes.Structure):
     ]
 
 
+class _Settings(NamedTuple):
+    """Last arguments of the operators."""
+
+    heads: int
+    causal: bool
+    scale: float
+    dropout: float
+    seed: int
+
+
 def _attend(
-    projected: Sequence[torch.Tensor],
-    starts: torch.Tensor,
-    heads: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    seed: int,
+    projected: Sequence[torch.Tensor], starts: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     projected = [part.contiguous() for part in projected]
     elements = len(projected[0])
     out = projected[0].new_empty(elements, _width(projected))
-    log_sums = projected[0].new_empty(elements, heads)
+    arguments = _structure(projected, starts, _Settings(*settings))
+    log_sums = projected[0].new_empty(elements, arguments.heads)
     # Tensors are variables of this call, which outlive the kernel
-    arguments = _structure(projected, starts, heads, causal, scale)
-    arguments.dropout = CDropout.with_seed(dropout, seed)
     arguments.out = out.data_ptr()
     arguments.log_sums = log_sums.data_ptr()
     _run("rayrec_attend_lists", arguments, starts)
@@ -114,17 +114,12 @@ def _attend_backward(
     log_sums: torch.Tensor,
     projected: Sequence[torch.Tensor],
     starts: torch.Tensor,
-    heads: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    seed: int,
+    *settings: Any,
 ) -> list[torch.Tensor]:
     projected = [part.contiguous() for part in projected]
     gradient = gradient.contiguous()
     gradients = [torch.empty_like(part) for part in projected]
-    arguments = _structure(projected, starts, heads, causal, scale)
-    arguments.dropout = CDropout.with_seed(dropout, seed)
+    arguments = _structure(projected, starts, _Settings(*settings))
     arguments.log_sums = log_sums.data_ptr()
     arguments.gradient = gradient.data_ptr()
     addresses = _addresses(gradients)
@@ -139,21 +134,18 @@ def _run(name: str, arguments: _CListAttention, starts: torch.Tensor) -> None:
 
 
 def _structure(
-    projected: Sequence[torch.Tensor],
-    starts: torch.Tensor,
-    heads: int,
-    causal: bool,
-    scale: float,
+    projected: Sequence[torch.Tensor], starts: torch.Tensor, settings: _Settings
 ) -> _CListAttention:
     return _CListAttention(
         *_addresses(projected),
         starts.data_ptr(),
-        heads,
-        _width(projected) // heads,
+        settings.heads,
+        _width(projected) // settings.heads,
         projected[0].shape[1],
         projected[-1].shape[1],
-        causal,
-        scale,
+        settings.causal,
+        settings.scale,
+        CDropout.with_seed(settings.dropout, settings.seed),
     )
 
 
