@@ -53,4 +53,3 @@ class PlainClicks:
         self._dense.step()
         self._sparse.step()
         return loss.detach()
-

@@ -140,7 +140,7 @@ class _ScoringProcess:
     ) -> None:
         import torch
 
-        from rayrec.layers.kernel_threads import CpuWatch
+        from rayrec.layers.kernels.kernel_threads import CpuWatch
 
         torch.set_num_threads(threads)
         self._watch = CpuWatch()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.kernel_threads import uses_kernels
+from rayrec.layers.kernels.kernel_threads import uses_kernels
+from rayrec.layers.kernels.list_attention import attend_lists
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings
-from rayrec.layers.list_attention import attend_lists
 from rayrec.layers.mlp import (
     Dice,
     Precision,

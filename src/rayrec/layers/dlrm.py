@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rayrec.layers.dots import pairwise_dots
 from rayrec.layers.first_order import FirstOrder, piecewise_linear
+from rayrec.layers.kernels.dots import pairwise_dots
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
 from rayrec.layers.piecewise import PiecewiseNumbers

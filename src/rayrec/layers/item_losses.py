@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from rayrec.compat.torch_compat import linear_pointwise
-from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.kernels.kernel_threads import run_kernel, vectorized
 from rayrec.native import c_fields
 
 Hits = tuple[torch.Tensor, torch.Tensor]

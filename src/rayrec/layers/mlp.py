@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from rayrec.collectives import all_reduce_sum, num_workers
 from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
-from rayrec.layers.dropout import dropped
-from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.kernels.dropout import dropped
+from rayrec.layers.kernels.kernel_threads import run_kernel, vectorized
 from rayrec.native import c_fields
 
 _BLOCK: Final = 64
@@ -519,7 +519,7 @@ class Tower(nn.Module):
         dropout = self._dropout if self.training else 0.0
         if self._is_plain and not dropout:
             parameters = [
-                parameter for layer in self.layers for parameter in (layer.weight, layer.bias)
+                layer.get_parameter(name) for layer in self.layers for name in ("weight", "bias")
             ]
             relus = (True,) * len(self.layers)
             return linear_stack(hidden, parameters, relus=relus, dtype=self._dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.layers.list_attention import attend_lists
+from rayrec.layers.kernels.list_attention import attend_lists
 from rayrec.layers.mlp import init_values, linear_stack
 
 _GROUPS: Final = 4

@@ -16,8 +16,8 @@ from rayrec.bounds import Count, Positive, Share
 from rayrec.collectives import all_reduce_sum, gathered_rows
 from rayrec.config import InputError
 from rayrec.layers import item_losses
-from rayrec.layers.dropout import dropped
 from rayrec.layers.item_losses import find_hits
+from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, compute_dtype
 from rayrec.metrics.item_ranks import CandidateScores, tiled_rank_measures

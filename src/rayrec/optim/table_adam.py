@@ -22,7 +22,7 @@ from rayrec.compat.torch_compat import (
     sharded_tensor,
     table_kernels,
 )
-from rayrec.layers.kernel_threads import run_kernel
+from rayrec.layers.kernels.kernel_threads import run_kernel
 from rayrec.native import c_fields, library
 from rayrec.optim.config import SparseOptimizerConfig
 

@@ -36,7 +36,7 @@ from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
 from rayrec.host_resources import node_fields, this_node
-from rayrec.layers.kernel_threads import CpuWatch
+from rayrec.layers.kernels.kernel_threads import CpuWatch
 from rayrec.native import keep_freed_memory
 from rayrec.observe.events import EventWriter
 from rayrec.observe.timing import Stopwatch

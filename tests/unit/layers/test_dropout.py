@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayrec.layers.dropout import dropped
+from rayrec.layers.kernels.dropout import dropped
 
 
 def test_dropout_repeats_with_seed() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayrec.layers.list_attention import attend_lists
+from rayrec.layers.kernels.list_attention import attend_lists
 
 HEADS = 2
 DIM = 10

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rayrec.collectives import global_means
-from rayrec.layers import dots, kernel_threads
-from rayrec.layers.dots import _indices, _OperatorDots, pairwise_dots
-from rayrec.layers.kernel_threads import CpuWatch, WaitPolicy, waiting_share
+from rayrec.layers.kernels import dots, kernel_threads
+from rayrec.layers.kernels.dots import _indices, _OperatorDots, pairwise_dots
+from rayrec.layers.kernels.kernel_threads import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, Tower, linear_stack, relu_backward_
 
@@ -472,7 +472,7 @@ def test_wait_policy_and_ratio_follow_contention() -> None:
 _SPINNING = """
 import threading, time, torch
 from pathlib import Path
-from rayrec.layers import kernel_threads
+from rayrec.layers.kernels import kernel_threads
 
 torch.set_num_threads(2)
 (worker,) = set(kernel_threads._run_in_team(torch.get_num_threads())) - {threading.get_native_id()}

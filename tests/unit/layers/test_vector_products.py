@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rayrec.layers import vector_products
-from rayrec.layers.vector_products import sum_products
+from rayrec.layers.kernels import vector_products
+from rayrec.layers.kernels.vector_products import sum_products
 
 ROWS = 131  # more than a block of rows, and no multiple of it
 

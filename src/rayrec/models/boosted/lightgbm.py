@@ -13,9 +13,9 @@ from torch import nn
 
 from rayrec.bounds import Amount, Count, Positive, Zero
 from rayrec.config import InputError
+from rayrec.layers.kernels.trees import BoostedTrees
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision
-from rayrec.layers.trees import BoostedTrees
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 STATISTICS: Final = 4

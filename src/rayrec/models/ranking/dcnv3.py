@@ -13,7 +13,7 @@ from rayrec.batch import Batch
 from rayrec.bounds import Count, Share
 from rayrec.collectives import global_means
 from rayrec.config import InputError
-from rayrec.layers.dropout import dropped
+from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import (
     GlobalBatchNorm,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.config import InputError
-from rayrec.layers.dropout import dropped
+from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
 from rayrec.layers.mlp import (
     LogitTower,

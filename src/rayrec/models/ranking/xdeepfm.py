@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rayrec.bounds import Sizes, SomeSizes
+from rayrec.layers.kernels.vector_products import sum_products
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
 from rayrec.layers.mlp import (
     LogitTower,
@@ -17,7 +18,6 @@ from rayrec.layers.mlp import (
     compute_dtype,
     xavier_linear,
 )
-from rayrec.layers.vector_products import sum_products
 from rayrec.models.base import ModelInputs
 from rayrec.models.ranking.deepfm import DeepFMConfig
 

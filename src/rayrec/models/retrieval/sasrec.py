@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.bounds import Count, Positive
-from rayrec.layers.dropout import dropped
+from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.mlp import Precision, UninitializedLinear, init_values, xavier_linear
 from rayrec.layers.sequence_blocks import (
     ListElements,

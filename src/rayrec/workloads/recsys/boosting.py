@@ -21,7 +21,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.humanize import one_line
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.layers.trees import BoostedTrees, Tree
+from rayrec.layers.kernels.trees import BoostedTrees, Tree
 from rayrec.models.base import ModelInputs
 from rayrec.models.boosted.lightgbm import LightGBMConfig, TreeNetwork, tree_columns
 from rayrec.models.scoring_tables import table_name

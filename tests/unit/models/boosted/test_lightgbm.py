@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders.faults import rejects
 
-from rayrec.layers.trees import BoostedTrees, Tree
+from rayrec.layers.kernels.trees import BoostedTrees, Tree
 from rayrec.models.boosted.lightgbm import LightGBMConfig, tree_columns
 from rayrec.workloads.recsys.boosting import parse_tree
 

@@ -16,8 +16,8 @@ from rayrec import models
 from rayrec.batch import Batch
 from rayrec.layers import attention
 from rayrec.layers import mlp as mlp_module
+from rayrec.layers.kernels.list_attention import attend_lists
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
-from rayrec.layers.list_attention import attend_lists
 from rayrec.layers.mlp import MLP, Dice, GlobalBatchNorm, LogitTower, Tower
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import label_heads

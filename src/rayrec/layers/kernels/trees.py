@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rayrec.config import InputError
-from rayrec.layers.kernel_threads import run_kernel
+from rayrec.layers.kernels.kernel_threads import run_kernel
 from rayrec.native import c_fields, library
 
 _ROWS_AT_ONCE: Final = 64

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.kernels.kernel_threads import run_kernel, vectorized
 from rayrec.layers.keyed_embeddings import Order, feature_positions
 from rayrec.native import c_fields
 

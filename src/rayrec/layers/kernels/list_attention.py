@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rayrec.layers.dropout import CDropout, draw_seed
-from rayrec.layers.kernel_threads import run_kernel, vectorized
+from rayrec.layers.kernels.dropout import CDropout, draw_seed
+from rayrec.layers.kernels.kernel_threads import run_kernel, vectorized
 from rayrec.native import c_fields
 
 _AT_ONCE: Final = 2

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from rayrec.layers.kernel_threads import run_kernel, uses_kernels, vectorized
+from rayrec.layers.kernels.kernel_threads import run_kernel, uses_kernels, vectorized
 from rayrec.native import c_fields
 
 _LEVELS: Final = 1 << 31

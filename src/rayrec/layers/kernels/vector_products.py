@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from rayrec.layers.kernel_threads import run_kernel, uses_kernels, vectorized
+from rayrec.layers.kernels.kernel_threads import run_kernel, uses_kernels, vectorized
 from rayrec.native import c_fields
 
 _BLOCK_ROWS: Final = 64

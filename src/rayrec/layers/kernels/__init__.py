@@ -1,0 +1,1 @@
+"""Layers whose products run as native kernels on CPUs."""
