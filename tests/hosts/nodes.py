@@ -340,8 +340,7 @@ class Network(EndsOnExit):
         started: list[Session] = []
         for machine, has in zip(machines, nodes, strict=True):
             started.append(machine.start_ray(has, head=not started, **security))
-            # The head first, then two at once: `ray start` gives up on a node that has not
-            # registered after 30 s, which four at once may take on two busy cores.
+            # The head first, then two at once: Ray gives up on a node after 30 s.
             wait_for_ray(started[-2:][0])
         wait_for_ray(started[-1])
         if token is not None:

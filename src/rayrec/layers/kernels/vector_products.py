@@ -1,5 +1,5 @@
-"""Weighted sums of the elementwise products of all pairs of a row's vectors, with gradients: a
-layer of a compressed interaction network.
+"""Layer of a compressed interaction network: products of all pairs of vectors, summed with weights,
+and their gradients.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ _OUTPUTS_AT_ONCE: Final = 16
 def sum_products(
     first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sums of the elementwise products of each vector of `first` with each of
-    `second`, [rows, outputs, dim], in the dtype of `first`. On CPU, a kernel keeps the products in
-    registers and sums in float32. If `second` is `first`, it computes each product once.
+    """Multiply each vector of `first` with each of `second` by elements, and return weighted sums
+    [rows, outputs, dim] in the dtype of `first`. On CPU, a kernel keeps the products in registers
+    and sums in float32. If `second` is `first`, it computes each product once.
 
     Args:
         first: Vectors, [rows, firsts, dim].
@@ -113,8 +113,8 @@ def _unpacked(
     return slopes
 
 
-def _up_to_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of
+def _up_to_multiple(value: int, base: int) -> int:
+    return -(-value // base) * base
 
 
 class _CProducts(ctypes.Structure):
