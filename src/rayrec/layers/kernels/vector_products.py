@@ -1,5 +1,5 @@
-"""Layer of a compressed interaction network: products of all pairs of vectors, summed with weights,
-and their gradients.
+"""Layer of a compressed interaction network: products of all vector pairs, summed with weights, and
+their gradients.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ _OUTPUTS_AT_ONCE: Final = 16
 def sum_products(
     first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each vector of `first` with each of `second` by elements, and return weighted sums
-    [rows, outputs, dim] in the dtype of `first`. On CPU, a kernel keeps the products in registers
-    and sums in float32. If `second` is `first`, it computes each product once.
+    """Multiply all vectors of `first` and `second` by elements, and return weighted sums [rows,
+    outputs, dim] in the first dtype. On CPU, a kernel keeps the products in registers and sums in
+    float32. If `second` is `first`, it computes each product once.
 
     Args:
-        first: Vectors, [rows, firsts, dim].
-        second: Vectors, [rows, seconds, dim].
-        weight: Factors of the products, float32 [outputs, firsts * seconds].
+        first: Vectors, [rows, num_first, dim].
+        second: Vectors, [rows, num_second, dim].
+        weight: Factors of the products, float32 [outputs, num_first * num_second].
         bias: Added to all values of an output, float32 [outputs].
     """
     if uses_kernels(first):
@@ -68,47 +68,47 @@ class _Products(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _pairs(firsts: int, seconds: int, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(num_first: int, num_second: int, same: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pairs that are multiplied, int32 [pairs, 2], padded with (0, 0), and the place of
     each pair's weight, int64 [pairs], without padding. With `same`, the second is not below the
     first.
     """
     if same:
-        first, second = torch.triu_indices(firsts, seconds)
+        first, second = torch.triu_indices(num_first, num_second)
     else:
-        first, second = torch.cartesian_prod(torch.arange(firsts), torch.arange(seconds)).T
+        first, second = torch.cartesian_prod(torch.arange(num_first), torch.arange(num_second)).T
     pairs = torch.zeros(_up_to_multiple(len(first), _PAIRS_AT_ONCE), 2, dtype=torch.int32)
     pairs[: len(first), 0] = first
     pairs[: len(first), 1] = second
-    return pairs, first * seconds + second
+    return pairs, first * num_second + second
 
 
-def _packed(weight: torch.Tensor, firsts: int, seconds: int, same: bool) -> torch.Tensor:
+def _packed(weight: torch.Tensor, num_first: int, num_second: int, same: bool) -> torch.Tensor:
     """Return the weights [pairs, outputs] as the kernel reads them."""
-    pairs, places = _pairs(firsts, seconds, same)
+    pairs, positions = _pairs(num_first, num_second, same)
     by_pair = weight.detach().t()
     if same:
-        square = by_pair.unflatten(0, (firsts, seconds))
+        square = by_pair.unflatten(0, (num_first, num_second))
         # Each product but a square counts for two pairs.
         both = square + square.transpose(0, 1)
         both.diagonal(dim1=0, dim2=1).mul_(0.5)
-        by_pair = both.flatten(0, 1)[places]
+        by_pair = both.flatten(0, 1)[positions]
     packed = weight.new_zeros(len(pairs), _up_to_multiple(len(weight), _OUTPUTS_AT_ONCE))
-    packed[: len(places), : len(weight)] = by_pair
+    packed[: len(positions), : len(weight)] = by_pair
     return packed
 
 
 def _unpacked(
-    sums: torch.Tensor, outputs: int, firsts: int, seconds: int, same: bool
+    sums: torch.Tensor, outputs: int, num_first: int, num_second: int, same: bool
 ) -> torch.Tensor:
     """Return the gradient of the weights, from that of the packed ones."""
-    _, places = _pairs(firsts, seconds, same)
-    by_pair = sums[: len(places), :outputs].t()
+    _, positions = _pairs(num_first, num_second, same)
+    by_pair = sums[: len(positions), :outputs].t()
     if not same:
         return by_pair.contiguous()
-    slopes = by_pair.new_empty(outputs, firsts * seconds)
-    turned = places % seconds * seconds + places // seconds
-    slopes[:, places] = by_pair
+    slopes = by_pair.new_empty(outputs, num_first * num_second)
+    turned = positions % num_second * num_second + positions // num_second
+    slopes[:, positions] = by_pair
     slopes[:, turned] = by_pair
     return slopes
 
@@ -131,11 +131,11 @@ def _sum_products(
 ) -> torch.Tensor:
     first = first.contiguous()
     second = second.contiguous()
-    rows, firsts, dim = first.shape
+    rows, num_first, dim = first.shape
     padded = bias.new_zeros(weight.shape[1])
     padded[: len(bias)] = bias
     out = first.new_empty(rows, len(bias), dim)
-    pairs, _ = _pairs(firsts, second.shape[1], same)
+    pairs, _ = _pairs(num_first, second.shape[1], same)
     # All tensors are variables of this call, which outlive the kernel.
     arguments = _structure(first, second, pairs, weight, out)
     arguments.bias = padded.data_ptr()
@@ -176,9 +176,9 @@ def _structure(
     weight: torch.Tensor,
     out: torch.Tensor,
 ) -> _CProducts:
-    rows, firsts, dim = first.shape
+    rows, num_first, dim = first.shape
     addresses = [tensor.data_ptr() for tensor in (first, second, pairs, weight)]
-    sizes = (rows, firsts, second.shape[1], dim, len(pairs), out.shape[1], weight.shape[1])
+    sizes = (rows, num_first, second.shape[1], dim, len(pairs), out.shape[1], weight.shape[1])
     return _CProducts(*addresses, None, *sizes, _BLOCK_ROWS, out.data_ptr())
 
 
@@ -197,8 +197,8 @@ _OPERATORS.impl("sum_products_backward", _sum_products_backward, "CPU")
 
 def _operations(first: Any, second: Any, outputs: int) -> int:
     """Return two operations per multiply-add of all pairs, as with torch's operators."""
-    rows, firsts, dim = first
-    return int(2 * rows * firsts * second[1] * dim * outputs)
+    rows, num_first, dim = first
+    return int(2 * rows * num_first * second[1] * dim * outputs)
 
 
 @register_flop_formula([torch.ops.rayrec.sum_products])
