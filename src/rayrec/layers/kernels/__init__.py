@@ -1,1 +1,1 @@
-"""Layers whose products run as native kernels on CPUs."""
+"""Layers that native kernels compute on CPUs, and the threads of those."""
