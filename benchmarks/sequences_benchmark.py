@@ -8,8 +8,9 @@ package ships MovieLens-100K. `--files FOLDER` has the files of published sets, 
 
 MovieLens: one list a user, the last film tests, the one before it validates, seen films are left
 out. Model (SASRec, eSASRec) and dropout of either system are chosen on the validation films, by one
-seed, and the choice is tested with three. Both have the same width, blocks, heads, length, batch,
-Adam, a softmax over all films, and the epoch with the best NDCG@10 of the validation films.
+seed, and the choice is tested with three. In rayrec the dropout is also that of items. Both have
+the same width, blocks, heads, length, batch, Adam, a softmax over all films, and the epoch with the
+best NDCG@10 of the validation films.
 """
 
 import itertools
@@ -355,6 +356,7 @@ def _ours(
                 "blocks": 2,
                 "attention_heads": 2,
                 "dropout": dropout,
+                "item_dropout": dropout,
             },
             "schedule": {"decay_fraction": 0.0},
         },
