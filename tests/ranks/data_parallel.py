@@ -137,7 +137,7 @@ def products_by_onednn(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     from rayrec.workloads import language_model
 
     patch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 1)
-    return watched(patch, language_model, "linear_stack")
+    return watched(patch, language_model, "apply_linear")
 
 
 def next_token_config(world_size: int, **workload: Any) -> TrainConfig:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.kernels.kernel_threads import uses_kernels
 from rayrec.layers.kernels.list_attention import attend_lists
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings
@@ -137,5 +138,5 @@ class FieldAttention(nn.Module):
         # [3, rows, heads, fields, width of a head]
         query, key, value = projected.unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         weights = ((query @ key.transpose(2, 3)).float() * self._scale).softmax(3)
-        weights = functional.dropout(weights, self._dropout, training=self.training)
+        weights = dropped(weights, self._dropout if self.training else 0.0)
         return (weights.to(self._dtype) @ value).transpose(1, 2).flatten(2)

@@ -297,10 +297,12 @@ def apply_linear(
     dtype: torch.dtype,
     relu: bool = False,
 ) -> torch.Tensor:
-    """Apply one linear layer of `linear_stack` to `inputs` [..., in_features]."""
-    rows = inputs if inputs.dim() == 2 else inputs.flatten(0, -2)
+    """Apply one linear layer of `linear_stack` to `inputs` [..., in_features]. `weight` may have
+    any strides.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
     outputs = linear_stack(rows, (weight, bias), relus=(relu,), dtype=dtype)
-    return outputs if inputs.dim() == 2 else outputs.unflatten(0, inputs.shape[:-1])
+    return outputs.view(*inputs.shape[:-1], weight.shape[0])
 
 
 def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

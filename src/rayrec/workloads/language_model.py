@@ -29,7 +29,8 @@ from rayrec.checkpoint.safetensors import read_weights
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.humanize import one_line
-from rayrec.layers.mlp import linear_stack
+from rayrec.layers.kernels.kernel_threads import uses_kernels
+from rayrec.layers.mlp import apply_linear
 
 if TYPE_CHECKING:
     from rayrec.data.text.tokenizer import TextTokenizer
@@ -329,35 +330,26 @@ class _Conv1D(Conv1D):
     """Linear layer of GPT-2 with weight [in_features, out_features]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _product(x, self.weight.t(), self.bias) if _pays(x, self.nf) else super().forward(x)
+        if not _pays(x, self.nf):
+            return super().forward(x)
+        return apply_linear(x, self.weight.t(), self.bias, dtype=torch.float32)
 
 
 @final
 class _Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return (
-            _product(input, self.weight, self.bias)
-            if _pays(input, self.out_features)
-            else super().forward(input)
-        )
+        if not _pays(input, self.out_features):
+            return super().forward(input)
+        return apply_linear(input, self.weight, self.bias, dtype=torch.float32)
 
 
 def _pays(inputs: torch.Tensor, out_features: int) -> bool:
     """Return whether torch would use MKL for a large enough product. In bf16, torch uses oneDNN
     anyway.
     """
-    if torch.compiler.is_compiling() or not inputs.is_cpu or inputs.dtype != torch.float32:
-        return False
     return (
-        not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _MIN_MULTIPLY_ADDS
-    )
-
-
-def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply inputs [..., in_features] by weight [out_features, in_features] with any strides,
-    and add the bias.
-    """
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    return linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32).view(
-        *inputs.shape[:-1], weight.shape[0]
+        uses_kernels(inputs)
+        and inputs.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and inputs.numel() * out_features >= _MIN_MULTIPLY_ADDS
     )

@@ -7,6 +7,7 @@ from rayrec.layers.kernels import vector_products
 from rayrec.layers.kernels.vector_products import sum_products
 
 ROWS = 131  # more than a block of rows, and no multiple of it
+MANY_ROWS = 32 * 64 + 5  # whose blocks have more rows
 
 
 def leaf(*shape: int, seed: int) -> torch.Tensor:
@@ -15,15 +16,17 @@ def leaf(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("dim", [1, 10, 16, 70])
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(ROWS, 1), (ROWS, 10), (ROWS, 16), (ROWS, 70), (MANY_ROWS, 3)]
+)
 def test_sums_and_gradients_match_operators(
-    *, same: bool, dim: int, monkeypatch: pytest.MonkeyPatch
+    *, same: bool, rows: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = leaf(ROWS, 5, dim, seed=0)
-    second = first if same else leaf(ROWS, 7, dim, seed=1)
+    first = leaf(rows, 5, dim, seed=0)
+    second = first if same else leaf(rows, 7, dim, seed=1)
     weight = leaf(19, 5 * second.shape[1], seed=2)
     bias = leaf(19, seed=3)
-    slopes = torch.randn(ROWS, 19, dim)
+    slopes = torch.randn(rows, 19, dim)
     leaves = [first, weight, bias] + ([] if same else [second])
     results = []
     for uses_kernels in (True, False):

@@ -12,8 +12,10 @@ from torch.utils.flop_counter import register_flop_formula
 from rayrec.layers.kernels.kernel_threads import run_kernel, uses_kernels, vectorized
 from rayrec.native import c_fields
 
-_BLOCK_ROWS: Final = 64
-"""Number of rows that a thread takes, and sums the weights' gradients over, at a time."""
+_MIN_BLOCK_ROWS: Final = 64
+"""Minimum number of rows that a thread takes, and sums the weights' gradients over, at a time."""
+_MAX_BLOCKS: Final = 32
+"""Maximum number of such sums, which would need gigabytes for long batches with many outputs."""
 _PAIRS_AT_ONCE: Final = 8
 _OUTPUTS_AT_ONCE: Final = 16
 """Multiples of which native/kernels.h demands the pairs and the outputs."""
@@ -165,8 +167,13 @@ def _sum_products_backward(
     return first_slopes, second_slopes, sums.sum(0)
 
 
+def _block_rows(rows: int) -> int:
+    """Return the rows of a block, which determine the order of sums: not by the threads."""
+    return max(_MIN_BLOCK_ROWS, -(-rows // _MAX_BLOCKS))
+
+
 def _blocks(rows: int) -> int:
-    return -(-rows // _BLOCK_ROWS)
+    return -(-rows // _block_rows(rows))
 
 
 def _structure(
@@ -179,7 +186,7 @@ def _structure(
     rows, num_first, dim = first.shape
     addresses = [tensor.data_ptr() for tensor in (first, second, pairs, weight)]
     sizes = (rows, num_first, second.shape[1], dim, len(pairs), out.shape[1], weight.shape[1])
-    return _CProducts(*addresses, None, *sizes, _BLOCK_ROWS, out.data_ptr())
+    return _CProducts(*addresses, None, *sizes, _block_rows(rows), out.data_ptr())
 
 
 # Registered as torch operators for its profiler and modes
