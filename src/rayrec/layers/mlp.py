@@ -300,9 +300,10 @@ def apply_linear(
     """Apply one linear layer of `linear_stack` to `inputs` [..., in_features]. `weight` may have
     any strides.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])
+    # Exported programs of two dimensions keep no reshaping.
+    rows = inputs if inputs.dim() == 2 else inputs.flatten(0, -2)
     outputs = linear_stack(rows, (weight, bias), relus=(relu,), dtype=dtype)
-    return outputs.view(*inputs.shape[:-1], weight.shape[0])
+    return outputs if inputs.dim() == 2 else outputs.unflatten(0, inputs.shape[:-1])
 
 
 def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
