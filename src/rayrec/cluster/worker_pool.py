@@ -21,11 +21,15 @@ from typing import Any, Final
 # next attempt's during training (standby). The protocol is this table.
 
 # who                                   does
-# driver or worker (`start_processes`)  Writes a token for each process, submits as many tasks.
-# Ray                                   Ends an idle process that runs the task, else starts one.
-# driver or worker, 0.2 s later         Cancels the tasks, so that new processes never run them.
+# driver or worker (`start_processes`)  Writes a token for each process, creates as many actors.
+# Ray                                   Starts a process for each actor, unless one is idle.
+# driver or worker, 0.2 s later         Kills the actors, which ends idle processes that became
+#                                       one. New processes are still starting, and stay.
 # new process (`import_modules`)        Takes a token, imports the modules, joins the pool.
-# driver or worker, 20 s later          Submits tasks again if tokens are left.
+# driver or worker, 20 s later          Creates actors again if tokens are left.
+#
+# Actors, because for tasks Ray starts more processes: one for the task, and up to one for each CPU
+# in expectation of more tasks.
 
 HOOK: Final = f"{__name__}.import_modules"
 """Setup hook of a local Ray's processes."""
@@ -33,14 +37,14 @@ TOKENS: Final = "RAYREC_WORKER_TOKENS"
 """Variable with the folder for tokens, on a local Ray."""
 MODULES: Final = "RAYREC_WORKER_MODULES"
 """Variable with the modules to import, separated by commas."""
-_CANCEL_S: Final = 0.2
-"""Seconds until tasks are canceled. Ray has begun to start their processes, unless the machine is
+_KILL_S: Final = 0.2
+"""Seconds until actors are killed. Ray has begun to start their processes, unless the machine is
 very busy, and none has connected to Ray yet.
 """
 _START_S: Final = 20.0
-"""Seconds until tasks are submitted again for tokens that no process has taken."""
+"""Seconds until actors are created again for tokens that no process has taken."""
 _ROUNDS: Final = 10
-"""Maximum number of such submissions."""
+"""Maximum number of such rounds."""
 _POLL_S: Final = 0.1
 
 _logger = logging.getLogger(__name__)
@@ -94,32 +98,31 @@ def start_processes(number: int, variables: Mapping[str, str] | None = None) -> 
     folder = {**os.environ, **(variables or {})}[TOKENS]
     for _ in range(number):
         Path(folder, uuid.uuid4().hex).touch()
-    # max_calls: an idle process that runs the task, instead of a new one, ends.
-    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_noop)
+    actor: Any = ray.remote(num_cpus=0, max_restarts=0)(_Placeholder)
     if variables:
-        task = task.options(runtime_env={"env_vars": dict(variables)})
+        actor = actor.options(runtime_env={"env_vars": dict(variables)})
     # A daemon, so that a command or worker that fails meanwhile ends at once.
-    threading.Thread(target=_submit, args=(task, folder), name="worker-pool", daemon=True).start()
+    threading.Thread(target=_create, args=(actor, folder), name="worker-pool", daemon=True).start()
 
 
-def _noop() -> None:
-    """Do nothing. The task exists only for its process."""
+class _Placeholder:
+    """Actor that exists only for its process."""
 
 
-def _submit(task: Any, folder: str) -> None:
-    """Submit tasks for the tokens in the folder, until processes have taken all tokens."""
+def _create(actor: Any, folder: str) -> None:
+    """Create actors for the tokens in the folder, until processes have taken all tokens."""
     import ray
 
     # The connection may be closed, and the folder removed with the run.
     with contextlib.suppress(ray.exceptions.RayError, FileNotFoundError):
         for _ in range(_ROUNDS):
             tokens = os.listdir(folder)
-            if not tokens or not ray.is_initialized():  # A task would start another Ray.
+            if not tokens or not ray.is_initialized():  # An actor would start another Ray.
                 return
-            pending = [task.remote() for _ in tokens]
-            time.sleep(_CANCEL_S)
-            for reference in pending:
-                ray.cancel(reference)
+            pending = [actor.remote() for _ in tokens]
+            time.sleep(_KILL_S)
+            for handle in pending:
+                ray.kill(handle)
             deadline_s = time.monotonic() + _START_S
             while os.listdir(folder) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)

@@ -60,22 +60,22 @@ def test_variables_of_workers_and_tasks() -> None:
 
 
 class Pool:
-    """Fake of Ray that calls `run` with the number of each submitted task."""
+    """Fake of Ray that calls `run` with the number of each created actor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Callable[[int], None]) -> None:
-        self.canceled: list[int] = []
+        self.killed: list[int] = []
         self.given: dict[str, object] = {}
         self._number = 0
         self._run = run
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "cancel", self.canceled.append)
+        monkeypatch.setattr(ray, "kill", self.killed.append)
         monkeypatch.setattr(ray, "remote", self._remote)
-        for name in ("_CANCEL_S", "_START_S", "_POLL_S"):
+        for name in ("_KILL_S", "_START_S", "_POLL_S"):
             monkeypatch.setattr(worker_pool, name, 0.001)
 
     def _remote(self, **options: object) -> Callable[[object], "Pool"]:
         self.given |= options
-        return lambda function: self
+        return lambda actor: self
 
     def options(self, **options: object) -> "Pool":
         self.given |= options
@@ -94,14 +94,14 @@ def start_and_wait(number: int, variables: dict[str, str]) -> None:
             thread.join(60)
 
 
-def test_submission_repeats_for_remaining_tokens(
+def test_creation_repeats_for_remaining_tokens(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
 
     def run(number: int) -> None:
         left.append(len(os.listdir(tokens)))
-        if number != 1:  # An idle process runs that one, and no process starts.
+        if number != 1:  # An idle process becomes that one, and no process starts.
             worker_pool.import_modules()
 
     monkeypatch.setenv(MODULES, "sys")
@@ -109,15 +109,14 @@ def test_submission_repeats_for_remaining_tokens(
     pool = Pool(monkeypatch, run)
     start_and_wait(2, variables)
     assert left == [2, 1, 1]
-    assert pool.canceled == [0, 1, 2]
+    assert pool.killed == [0, 1, 2]
     assert pool.given["runtime_env"] == {"env_vars": variables}
-    assert pool.given["max_calls"] == 1
 
 
-def test_submission_ends_without_processes(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creation_ends_without_processes(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, lambda number: None)
     start_and_wait(1, {TOKENS: str(tokens)})
-    assert len(pool.canceled) == 10
+    assert len(pool.killed) == 10
 
 
 @pytest.mark.parametrize(
