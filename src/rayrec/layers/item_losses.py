@@ -19,7 +19,9 @@ Hits = tuple[torch.Tensor, torch.Tensor]
 """Pairs of a target and an item that is its own, int64 [pairs] both, rising by target."""
 
 _TILE: Final = 256
-"""Number of targets for one product, few enough that their scores stay in cache."""
+"""Maximum number of targets for one product, few enough that their scores stay in cache."""
+_STEP: Final = 16
+"""Divisor of the number of targets for one product. oneDNN compiles a program for each number."""
 _ROWS_AT_ONCE: Final = 16
 """Number of targets whose exponents a thread takes at a time."""
 _MAX_SAVED: Final = 1 << 26
@@ -279,13 +281,14 @@ class _LogSumExp(torch.autograd.Function):
         hits: Hits | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        scores = _Scores((states * _LOG2_E).to(dtype), items.to(dtype), offsets, hits)
-        result = states.new_full((len(states),), -torch.inf, dtype=_wide(dtype))
+        padded = _padded(states)
+        scores = _Scores((padded * _LOG2_E).to(dtype), items.to(dtype), offsets, hits)
+        result = states.new_full((len(padded),), -torch.inf, dtype=_wide(dtype))
         totals = torch.zeros_like(result)
-        saves = len(states) * len(items) <= _MAX_SAVED
+        saves = len(padded) * len(items) <= _MAX_SAVED
         saved = []
         if len(items):
-            for tile in _tiles(len(states)):
+            for tile in _tiles(len(padded)):
                 exponents, largest, sums = scores.exponents(tile)
                 totals[tile] = sums
                 result[tile] = sums.log() + largest / _LOG2_E
@@ -293,29 +296,30 @@ class _LogSumExp(torch.autograd.Function):
         ctx.scores = scores
         ctx.saved = saved
         ctx.save_for_backward(states, items, totals)
-        return result
+        return result[: len(states)]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, items, totals = ctx.saved_tensors
         scores = ctx.scores
-        for_states = torch.zeros_like(states)
+        padded = _padded(states)
+        for_states = torch.zeros_like(padded)
         # As the products are laid out
         for_items = totals.new_zeros(items.shape[1], items.shape[0])
         # Sums are 0 if no item counts
-        scale = gradient / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+        scale = _padded(gradient) / totals.clamp(min=torch.finfo(totals.dtype).tiny)
         scale = scale.unsqueeze(1)
-        scaled_states = (states * scale).to(scores.states.dtype)
+        scaled_states = (padded * scale).to(scores.states.dtype)
         saved = ctx.saved
         ctx.saved = [None] * len(saved)
-        for number, tile in enumerate(_tiles(len(states)) if len(items) else ()):
+        for number, tile in enumerate(_tiles(len(padded)) if len(items) else ()):
             exponents = saved[number]
             if exponents is None:
                 exponents, _, _ = scores.exponents(tile)
             weights = exponents.to(scores.items.dtype)
-            for_states[tile] = _product(weights, scores.items.T, tile) * scale[tile]
-            for_items += _product(scaled_states[tile].T, weights.T, tile)
-        return for_states, for_items.T.to(items.dtype), None, None, None
+            for_states[tile] = _product(weights, scores.items.T) * scale[tile]
+            _add_product(for_items, scaled_states[tile].T, weights)
+        return for_states[: len(states)], for_items.T.to(items.dtype), None, None, None
 
 
 # The scores stay in cache, as those of _LogSumExp. The backward pass needs only their signs.
@@ -331,30 +335,32 @@ class _SumAbove(torch.autograd.Function):
         hits: Hits,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        scores = _Scores(states.to(dtype), items.to(dtype), None, hits)
-        totals = states.new_zeros(len(states), dtype=_wide(dtype))
+        padded = _padded(states)
+        scores = _Scores(padded.to(dtype), items.to(dtype), None, hits)
+        totals = states.new_zeros(len(padded), dtype=_wide(dtype))
         ctx.scores = scores
         ctx.above = []
-        for tile in _tiles(len(states)):
+        for tile in _tiles(len(padded)):
             excess = scores.products(tile).sub_(margin).relu_()
             totals[tile] = excess.sum(1)
             ctx.above.append(excess > 0)
         ctx.save_for_backward(states, items)
-        return totals
+        return totals[: len(states)]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, items = ctx.saved_tensors
         scores = ctx.scores
-        for_states = torch.zeros_like(states)
+        padded = _padded(states)
+        for_states = torch.zeros_like(padded)
         for_items = gradient.new_zeros(items.shape[1], items.shape[0])
-        scale = gradient.unsqueeze(1)
-        scaled_states = (states * scale).to(scores.states.dtype)
-        for tile, above in zip(_tiles(len(states)), ctx.above, strict=True):
+        scale = _padded(gradient).unsqueeze(1)
+        scaled_states = (padded * scale).to(scores.states.dtype)
+        for tile, above in zip(_tiles(len(padded)), ctx.above, strict=True):
             weights = above.to(scores.items.dtype)
-            for_states[tile] = _product(weights, scores.items.T, tile) * scale[tile]
-            for_items += _product(scaled_states[tile].T, weights.T, tile)
-        return for_states, for_items.T.to(items.dtype), None, None, None
+            for_states[tile] = _product(weights, scores.items.T) * scale[tile]
+            _add_product(for_items, scaled_states[tile].T, weights)
+        return for_states[: len(states)], for_items.T.to(items.dtype), None, None, None
 
 
 class _Scores:
@@ -374,7 +380,7 @@ class _Scores:
 
     def products(self, tile: slice) -> torch.Tensor:
         """Return the scores of targets, -inf for hits, [tile, items]."""
-        scores = _product(self.states[tile], self.items, tile).to(_wide(self.states.dtype))
+        scores = _product(self.states[tile], self.items).to(_wide(self.states.dtype))
         if self._offsets is not None:
             scores += self._offsets
         if self._hits is not None:
@@ -422,19 +428,40 @@ _OPERATORS.define("exponents_(Tensor(a!) scores) -> (Tensor, Tensor)")
 _OPERATORS.impl("exponents_", _exponents, "CPU")
 
 
-def _tiles(count: int) -> list[slice]:
-    return [slice(start, min(start + _TILE, count)) for start in range(0, count, _TILE)]
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, tile: slice) -> torch.Tensor:
-    """Return `left` [rows, in] times transposed `right` [columns, in], for the targets of a tile.
-    On CPUs, oneDNN is faster than BLAS, but it compiles a program for each shape, and the last tile
-    of a step has another size each time.
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, ...] with rows of zeros at the end, so that all tiles have equal lengths,
+    of which a run has few.
     """
-    is_full = tile.stop - tile.start == _TILE
-    if left.is_cpu and left.dtype == torch.float32 and is_full and right.numel():
+    count = len(rows)
+    more = len(_tiles(count)) * _tile_length(count) - count
+    return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]) if more else rows
+
+
+def _tiles(count: int) -> list[slice]:
+    length = _tile_length(count)
+    return [slice(start, start + length) for start in range(0, count, length)]
+
+
+def _tile_length(count: int) -> int:
+    number = max(math.ceil(count / _TILE), 1)
+    return max(math.ceil(count / number / _STEP), 1) * _STEP
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left` [rows, in] times transposed `right` [columns, in]. On CPUs, oneDNN is faster
+    than BLAS.
+    """
+    if left.is_cpu and left.dtype == torch.float32 and right.numel():
         return linear_pointwise(left, right, None, "none")
     return left @ right.T
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add the product of `left` [rows, in] and `right` [in, columns] to `sums` [rows, columns]."""
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right)
+    else:
+        sums += left @ right
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
