@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -302,24 +303,15 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, items, totals = ctx.saved_tensors
         scores = ctx.scores
-        padded = _padded(states)
-        for_states = torch.zeros_like(padded)
-        # As the products are laid out
-        for_items = totals.new_zeros(items.shape[1], items.shape[0])
-        # Sums are 0 if no item counts
-        scale = _padded(gradient) / totals.clamp(min=torch.finfo(totals.dtype).tiny)
-        scale = scale.unsqueeze(1)
-        scaled_states = (padded * scale).to(scores.states.dtype)
         saved = ctx.saved
         ctx.saved = [None] * len(saved)
-        for number, tile in enumerate(_tiles(len(padded)) if len(items) else ()):
-            exponents = saved[number]
-            if exponents is None:
-                exponents, _, _ = scores.exponents(tile)
-            weights = exponents.to(scores.items.dtype)
-            for_states[tile] = _product(weights, scores.items.T) * scale[tile]
-            _add_product(for_items, scaled_states[tile].T, weights)
-        return for_states[: len(states)], for_items.T.to(items.dtype), None, None, None
+        # Sums are 0 if no item counts
+        scale = _padded(gradient) / totals.clamp(min=torch.finfo(totals.dtype).tiny)
+        weights = (
+            scores.exponents(tile)[0] if exponents is None else exponents
+            for tile, exponents in zip(_tiles(len(totals)), saved, strict=False)
+        )
+        return *_gradients(states, items, scores, scale, weights), None, None, None
 
 
 # The scores stay in cache, as those of _LogSumExp. The backward pass needs only their signs.
@@ -350,17 +342,31 @@ class _SumAbove(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, items = ctx.saved_tensors
-        scores = ctx.scores
-        padded = _padded(states)
-        for_states = torch.zeros_like(padded)
-        for_items = gradient.new_zeros(items.shape[1], items.shape[0])
-        scale = _padded(gradient).unsqueeze(1)
-        scaled_states = (padded * scale).to(scores.states.dtype)
-        for tile, above in zip(_tiles(len(padded)), ctx.above, strict=True):
-            weights = above.to(scores.items.dtype)
-            for_states[tile] = _product(weights, scores.items.T) * scale[tile]
-            _add_product(for_items, scaled_states[tile].T, weights)
-        return for_states[: len(states)], for_items.T.to(items.dtype), None, None, None
+        scale = _padded(gradient)
+        return *_gradients(states, items, ctx.scores, scale, ctx.above), None, None, None
+
+
+def _gradients(
+    states: torch.Tensor,
+    items: torch.Tensor,
+    scores: _Scores,
+    scale: torch.Tensor,
+    weights: Iterable[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of states and items, from the gradient of the scores, which is the
+    product of `scale`, of padded targets, and `weights`, of tiles.
+    """
+    padded = _padded(states)
+    factor = scale.unsqueeze(1)
+    scaled_states = (padded * factor).to(scores.states.dtype)
+    for_states = torch.zeros_like(padded)
+    # As the products are laid out
+    for_items = scale.new_zeros(items.shape[1], items.shape[0])
+    for tile, values in zip(_tiles(len(padded)), weights, strict=False):
+        rounded = values.to(scores.items.dtype)
+        for_states[tile] = _product(rounded, scores.items.T) * factor[tile]
+        _add_product(for_items, scaled_states[tile].T, rounded)
+    return for_states[: len(states)], for_items.T.to(items.dtype)
 
 
 class _Scores:
