@@ -2,8 +2,8 @@
 
 Trains with one worker in its process, with one and two on a local Ray, and with two on a running
 Ray that trained before. Also evaluates, predicts, exports, and serves until the first answer.
-Peers: bare Ray Train until its first step, a plain TorchRec script and LightGBM until their test
-AUROC, and Python that imports torch.
+Peers: bare Ray Train until its first step, bare Ray Serve until its first answer, a plain TorchRec
+script and LightGBM until their test AUROC, and Python that imports torch.
 """
 
 import contextlib
@@ -32,6 +32,8 @@ from rayrec.observe.timing import in_order
 LIGHTGBM = Path(__file__).parent / "peers" / "lightgbm_clicks.py"
 TORCHREC = Path(__file__).parent / "peers" / "plain_dlrm.py"
 TORCH = "Python that imports torch and ends"
+SERVE_PEER = Path(__file__).parent / "peers" / "bare_ray_serve.py"
+RAY_SERVE = "bare Ray Serve, one replica that imports torch, no model"
 LIGHTGBM_NAME = "LightGBM, its defaults with early stopping, reads by pandas"
 RAY = "bare Ray Train, 2 workers, a tiny DDP step, reads no rows"
 TRAININGS = {
@@ -178,19 +180,34 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
     with open(log, "rb") as rows:
         row = next(rows)
     port = free_ports(1)
-    began_s = time.time()
     headers = {"content-type": "text/tab-separated-values"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/score", row, headers)
-    environment = environment_for(folder / "cache", OMP_NUM_THREADS="1")
     command = rayrec("serve", str(run), "--port", str(port))
-    with Session(command, environment=environment, output=folder / "serve") as session:
+    return until_answer(command, request, folder / "serve")
+
+
+def bare_ray_serve(folder: Path) -> dict[str, float]:
+    """Measure the seconds of the peer's script to its first answer."""
+    port = free_ports(1)
+    command = [sys.executable, str(SERVE_PEER), str(port)]
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/")
+    return until_answer(command, request, folder / "bare_serve")
+
+
+def until_answer(
+    command: Sequence[str], request: urllib.request.Request, output: Path
+) -> dict[str, float]:
+    """Measure the seconds of a server's command until it answers a request with one score."""
+    environment = environment_for(output.with_name("cache"), OMP_NUM_THREADS="1")
+    began_s = time.time()
+    with Session(command, environment=environment, output=output) as session:
         while time.time() < began_s + TIMEOUT_S and session.process.poll() is None:
             # not ready: no connection, or 503
             with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:
                 (_,) = json.load(answer)["scores"]
                 return {ANSWER: time.time() - began_s}
             time.sleep(0.02)
-        raise RuntimeError(f"rayrec serve gave no answer:\n{session.err[-4000:]}")
+        raise RuntimeError(f"{command}: gave no answer:\n{session.err[-4000:]}")
 
 
 def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
@@ -260,6 +277,7 @@ def candidates(
             for name, arguments in SCORINGS.items()
         },
         SERVE: functools.partial(serve, log, run, folder),
+        "bare Ray Serve": functools.partial(bare_ray_serve, folder),
     }
     return (
         {**functions, "LightGBM": functools.partial(lightgbm, log, folder)}
@@ -298,7 +316,9 @@ class Report:
             self._row(medians, name, EXIT, to_exit, plain)
         for name in SCORINGS:
             self._row(medians, name, EXIT, ": command -> exit", "import torch", TORCH)
-        self._row(medians, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
+        to_answer = ": command -> first answer"
+        self._row(medians, SERVE, ANSWER, to_answer, "import torch", TORCH)
+        self._row(medians, SERVE, ANSWER, to_answer, "bare Ray Serve", RAY_SERVE)
 
     def _row(
         self,
