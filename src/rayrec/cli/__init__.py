@@ -15,7 +15,7 @@ from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Command, Shown
 from rayrec.config import InputError, suggest
 
-_COLLECT_EVERY = 5000
+_COLLECT_EVERY = 50_000
 """Allocations between garbage collections. Python's 700 slows imports of torch and TorchRec by a
 fifth.
 """

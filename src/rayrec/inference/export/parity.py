@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rayrec.models.scoring_tables import Quantization
     from rayrec.workloads.base import TrainConfig
 
-_SPEED_S: Final = 0.5
+_SPEED_S: Final = 0.2
 """Seconds to measure a model's speed for."""
 _RANDOM_ROWS: Final = 2000
 """Number of rows of random raw values."""
@@ -76,8 +76,8 @@ class ParityRows:
         )
 
     def rows_per_s(self, score: Score) -> float:
-        """Measure the speed of one caller with one batch, the best within half a second, because
-        other load only slows it.
+        """Measure the speed of one caller with one batch, the best within a moment, because other load
+        only slows it.
         """
         batch = self.batches[0]
         best_s = math.inf
