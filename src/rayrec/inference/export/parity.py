@@ -76,7 +76,7 @@ class ParityRows:
         )
 
     def rows_per_s(self, score: Score) -> float:
-        """Measure the speed of one caller with one batch, the best within a moment, because other load
+        """Measure the speed of one caller with one batch, the best within a moment, as other load
         only slows it.
         """
         batch = self.batches[0]
