@@ -14,7 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from rayrec.collectives import all_reduce_sum, num_workers
-from rayrec.compat.torch_compat import linear_pointwise, onednn_has_bfloat16
+from rayrec.compat.torch_compat import (
+    linear_pointwise,
+    onednn_has_bfloat16,
+    onednn_is_faster,
+)
 from rayrec.layers.kernels.dropout import dropped
 from rayrec.layers.kernels.kernel_threads import run_kernel, vectorized
 from rayrec.native import c_fields
@@ -110,23 +114,19 @@ def _weight_gradient(
     """
     if gradient.shape[1] < _NARROW_OUTPUT or len(gradient) > _MANY_ROWS:
         return gradient.t() @ inputs
-    if (
-        input_major
-        and fused
-        and gradient.dtype == torch.float32
-        and inputs.shape[1] < gradient.shape[1]
-    ):
+    product = _onednn_product if fused and gradient.dtype == torch.float32 else torch.matmul
+    if input_major and inputs.shape[1] < gradient.shape[1]:
         # oneDNN copies the transposed first factor, here the smaller one. The result needs no other
         # layout.
-        return linear_pointwise(inputs.t(), gradient.t(), None, "none").t()
+        return product(inputs.t(), gradient).t()
     # With few inputs, the transposed product can be three times faster
     if inputs.shape[1] < _NARROW_INPUT:
-        if fused and gradient.dtype == torch.float32:
-            return linear_pointwise(inputs.t(), gradient.t(), None, "none").t().contiguous()
-        return (inputs.t() @ gradient).t().contiguous()
-    if fused and gradient.dtype == torch.float32:
-        return linear_pointwise(gradient.t(), inputs.t(), None, "none")
-    return gradient.t() @ inputs
+        return product(inputs.t(), gradient).t().contiguous()
+    return product(gradient.t(), inputs)
+
+
+def _onednn_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return linear_pointwise(left, right.t(), None, "none")
 
 
 def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool:
@@ -190,8 +190,9 @@ class _LinearStack(torch.autograd.Function):
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         # oneDNN does not support empty products, and needs AVX-512 or AMX for bfloat16.
-        fused = inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
-        low_fused = fused and (dtype != torch.bfloat16 or onednn_has_bfloat16())
+        on_cpu = inputs.is_cpu and inputs.numel() > 0
+        fused = on_cpu and onednn_is_faster()
+        low_fused = on_cpu and onednn_has_bfloat16() if dtype == torch.bfloat16 else fused
         layers = len(relus)
         activations = [inputs.to(dtype)]
         weights = []

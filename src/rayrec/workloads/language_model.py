@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from rayrec import storage
 from rayrec.checkpoint.plan import drop_tied_tensors
 from rayrec.checkpoint.safetensors import read_weights
+from rayrec.compat.torch_compat import onednn_is_faster
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.humanize import one_line
@@ -312,9 +313,11 @@ many multiply-adds.
 
 
 def through_onednn(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the model's linear layers multiply with oneDNN, in place. Parameters and names stay.
-    Rounding of sums changes.
+    """Make the model's linear layers multiply with oneDNN, in place, if it is faster. Parameters
+    and names stay. Rounding of sums changes.
     """
+    if not onednn_is_faster():
+        return model
     for module in model.modules():
         # Replacing modules would require knowing their places in transformers and tying the weights
         # again.
