@@ -53,7 +53,10 @@ def row_losses(
     [rows]. For rows of equal length, the mean is the loss of transformers' model with labels equal
     to its input.
     """
-    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    # Without a mask or a cache, transformers searches the rows for several texts, and attention
+    # reads a mask of all pairs. Padding comes after all tokens, so that none attends to it.
+    outputs = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    logits = outputs.logits.float()
     # The last position predicts nothing. Masking its target is cheaper than copying the logits
     # without it.
     targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
