@@ -741,11 +741,46 @@ def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.autocast("cpu", torch.bfloat16):
         ours, others = (each(tokens).logits for each in pair("gelu_pytorch_tanh"))  # the fused one
     assert not products
-    assert torch.equal(ours, others)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, others, atol=0.02, rtol=0.02)  # Attention is float32
     monkeypatch.setattr(language_model, "_MIN_MULTIPLY_ADDS", 2 * 24 * 64 * 4 * 64)
     model, other = pair()
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
     assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.bfloat16])
+def test_attention_on_cpus_rounds_only_its_result(mask: torch.dtype | None) -> None:
+    tensors = torch.randn(3, 2, 4, 6, 8).bfloat16()  # Query, key and value of 4 heads, 6 tokens
+    kept = torch.rand(2, 1, 6, 6).tril() > 0.2
+    kept[..., 0] = True
+    masks: dict[torch.dtype | None, torch.Tensor | None] = {
+        None: None,
+        torch.bool: kept,
+        torch.bfloat16: torch.zeros(kept.shape).masked_fill(~kept, -torch.inf).bfloat16(),
+    }
+    inputs = tensors.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = language_model._attend(torch.nn.Module(), *inputs, masks[mask])
+    wide = tensors.float().requires_grad_()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *wide, attn_mask=None if mask is None else kept, is_causal=mask is None
+    ).transpose(1, 2)
+    assert torch.equal(output, expected.bfloat16())
+    factors = torch.randn(output.shape).bfloat16()
+    (output * factors).sum().backward()
+    (expected * factors.float()).sum().backward()
+    assert inputs.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(inputs.grad, wide.grad.bfloat16(), atol=1e-2, rtol=1e-2)
+
+
+def test_rows_of_equal_length_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watched(monkeypatch, language_model, "sdpa_attention_forward")
+    model, _ = pair()
+    row_losses(model, torch.randint(0, 50, (4, 24)))
+    assert len(calls) == WIDE.n_layer
+    assert all(arguments[4] is None for arguments in calls)
 
 
 def test_onednn_layers_support_copy_pickle_and_checkpointing(
