@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -214,9 +215,12 @@ def build_model(values: Mapping[str, Any]) -> PreTrainedModel:
     """Build the causal model of config.json values on CPU, in float32, with initial values from
     torch's global generator.
     """
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
-    # Others compute attention in ways that torch's function does not offer
-    if model.config._attn_implementation == "sdpa":
+    build = partial(AutoModelForCausalLM.from_config, dtype=torch.float32)
+    try:
+        model = build(AutoConfig.for_model(**values), attn_implementation="sdpa")
+    except ValueError:  # Its attention is of a kind that torch's function does not offer
+        return through_onednn(build(AutoConfig.for_model(**values)))
+    if model.is_backend_compatible():
         model.set_attn_implementation(_ATTENTION)
     return through_onednn(model)
 
