@@ -12,7 +12,6 @@ import ray
 from ray import serve
 
 
-@serve.deployment
 class Replica:
     """Model without weights."""
 
@@ -28,7 +27,8 @@ class Replica:
 def main(port: int) -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(Replica.bind())
+    deployment: Any = serve.deployment(Replica)
+    serve.run(deployment.bind())
     signal.pause()
 
 
