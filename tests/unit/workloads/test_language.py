@@ -750,7 +750,7 @@ def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.bfloat16])
-def test_attention_on_cpus_rounds_only_its_result(mask: torch.dtype | None) -> None:
+def test_bf16_attention_computes_in_float32(mask: torch.dtype | None) -> None:
     tensors = torch.randn(3, 2, 4, 6, 8).bfloat16()  # Query, key and value of 4 heads, 6 tokens
     kept = torch.rand(2, 1, 6, 6).tril() > 0.2
     kept[..., 0] = True
