@@ -48,8 +48,8 @@ def linear_pointwise(
 @cache
 def onednn_is_faster() -> bool:
     """Return whether oneDNN multiplies float32 matrices faster on this CPU than torch's default,
-    which is MKL in builds for x86. MKL is made for Intel's CPUs (measured with layers of a DLRM: on
-    Xeons of 2023 oneDNN takes 1.1 to 1.2 times as long as MKL, on EPYCs of 2024 .8 times).
+    which is MKL in builds for x86. For a DLRM's layers, oneDNN takes 1.1 to 1.2 times MKL's time on
+    Xeons (Emerald Rapids), and .8 times on EPYCs (Zen 5).
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -353,8 +353,8 @@ def _gradients(
     scale: torch.Tensor,
     weights: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of states and items, from the gradient of the scores, which is the
-    product of `scale`, of padded targets, and `weights`, of tiles.
+    """Return the gradients for states and items. The gradient for the scores of a tile is its
+    `weights` [tile, items] times `scale` [padded targets].
     """
     padded = _padded(states)
     factor = scale.unsqueeze(1)
