@@ -56,6 +56,18 @@ def memory(root: Path = _ROOT) -> Memory:
     return Memory(total, available)
 
 
+def cpu_maker(root: Path = _ROOT) -> str:
+    """Return the maker of this machine's CPU by its name in /proc/cpuinfo, such as GenuineIntel, ""
+    if it has none. `root` is the folder of /proc, for tests.
+    """
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
+
+
 @contextlib.contextmanager
 def bound_to_cores(index: int, count: int, *, root: Path = _ROOT) -> Iterator[None]:
     """Bind all threads of this process to cores `index` of `count` equal parts (`worker_cores`),

@@ -13,6 +13,7 @@ import pytest
 from rayrec.host_resources import (
     Memory,
     bound_to_cores,
+    cpu_maker,
     memory,
     node_fields,
     this_node,
@@ -225,3 +226,10 @@ def test_node_id_is_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         "nodes": [platform.node(), "other"],
         "node_ids": ["01234567", ""],
     }
+
+
+def test_cpu_maker_is_read_from_first_processor(tmp_path: Path) -> None:
+    assert cpu_maker(tmp_path) == ""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nvendor_id\t: GenuineIntel\n\n")
+    assert cpu_maker(tmp_path) == "GenuineIntel"

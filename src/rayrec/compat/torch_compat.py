@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,30 +43,11 @@ def linear_pointwise(
     return product
 
 
-@cache
-def onednn_is_faster() -> bool:
-    """Return whether oneDNN multiplies float32 matrices faster on this CPU than torch's default,
-    which is MKL in builds for x86. For a DLRM's layers, oneDNN takes 1.1 to 1.2 times MKL's time on
-    Xeons (Emerald Rapids), and .8 times on EPYCs (Zen 5).
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return not (torch.backends.mkl.is_available() and cpu_maker() == "GenuineIntel")
-
-
-def cpu_maker() -> str:
-    """Return the maker of this machine's CPU as Linux names it, "" if it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
-
-
 def onednn_has_bfloat16() -> bool:
     """Return whether oneDNN supports bfloat16 on this CPU. torch has no public function for it."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def uncounted_operators(

@@ -177,25 +177,6 @@ def test_onednn_linear_matches_torch() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("maker", "has_mkl", "has_onednn", "faster"),
-    [
-        ("GenuineIntel", True, True, False),
-        ("GenuineIntel", False, True, True),
-        ("AuthenticAMD", True, True, True),
-        ("AuthenticAMD", True, False, False),
-        ("", False, True, True),
-    ],
-)
-def test_cpu_maker_decides_engine_of_float32(
-    monkeypatch: pytest.MonkeyPatch, maker: str, has_mkl: bool, has_onednn: bool, faster: bool
-) -> None:
-    monkeypatch.setattr(torch_compat, "cpu_maker", lambda: maker)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
-    assert torch_compat.onednn_is_faster.__wrapped__() is faster
-
-
 def test_torchrec_private_attributes_exist_or_raise() -> None:
     from torchrec.distributed import (
         DistributedModelParallel,

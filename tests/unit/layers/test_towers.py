@@ -24,7 +24,15 @@ from rayrec.layers.kernels import dots, kernel_threads
 from rayrec.layers.kernels.dots import _indices, _OperatorDots, pairwise_dots
 from rayrec.layers.kernels.kernel_threads import CpuWatch, WaitPolicy, waiting_share
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
-from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, Tower, linear_stack, relu_backward_
+from rayrec.layers.mlp import (
+    MLP,
+    GlobalBatchNorm,
+    Precision,
+    Tower,
+    linear_stack,
+    onednn_is_faster,
+    relu_backward_,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +47,25 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     is_faster = name == "oneDNN" and torch.backends.mkldnn.is_available()
     monkeypatch.setattr("rayrec.layers.mlp.onednn_is_faster", lambda: is_faster)
     return name
+
+
+@pytest.mark.parametrize(
+    ("maker", "has_mkl", "has_onednn", "faster"),
+    [
+        ("GenuineIntel", True, True, False),
+        ("GenuineIntel", False, True, True),
+        ("AuthenticAMD", True, True, True),
+        ("AuthenticAMD", True, False, False),
+        ("", False, True, True),
+    ],
+)
+def test_cpu_maker_decides_engine_of_float32(
+    monkeypatch: pytest.MonkeyPatch, maker: str, has_mkl: bool, has_onednn: bool, faster: bool
+) -> None:
+    monkeypatch.setattr("rayrec.layers.mlp.cpu_maker", lambda: maker)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    assert onednn_is_faster.__wrapped__() is faster
 
 
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
