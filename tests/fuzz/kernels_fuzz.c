@@ -332,7 +332,16 @@ static void fuzz_take_ranges(void) {
     rayrec_take_ranges(values, bytes, starts, lengths, ranges, out);
     for (int64_t i = 0; i < ranges; i++)
         for (int64_t byte = 0; byte < lengths[i] * bytes; byte++) CHECK(*at++ == values[starts[i] * bytes + byte]);
-    free(values), free(starts), free(lengths), free(out);
+    /* The same ranges by their addresses */
+    const uint8_t **addresses = buffer(sizeof *addresses * ranges);
+    for (int64_t i = 0; i < ranges; i++) {
+        addresses[i] = values + starts[i] * bytes;
+        lengths[i] *= bytes;
+    }
+    uint8_t *joined = buffer(total * bytes);
+    rayrec_join_ranges(addresses, lengths, ranges, joined);
+    for (int64_t byte = 0; byte < total * bytes; byte++) CHECK(joined[byte] == out[byte]);
+    free(values), free(starts), free(lengths), free(out), free(addresses), free(joined);
 }
 
 /* Events of few and many users and times, whose last value is their number: in partitions, with their distinct values, and sorted. */

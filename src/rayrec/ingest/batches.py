@@ -1,11 +1,13 @@
 """Batches of one worker: slices of a click log's encoded rows, or any numbered rows."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import DENSE, Batch
-from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, join_columns
 from rayrec.data.engine import StreamEngine
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import EpochRows, RowSource
@@ -295,7 +297,7 @@ class BatchSlicer:
         self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
         self._current: EncodedRows | None = None
         self._used = 0
-        self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layouts: dict[int, _Layout] = {}
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0, first_row: int = 0) -> Batch:
         """Return the next `count` rows, which belong to epoch `epoch`, as a batch. `first_row` is
@@ -384,13 +386,12 @@ class BatchSlicer:
                 self._keys,
                 ids,
                 count,
-                self._constant,
+                self._layouts,
                 weighted=self._weighted,
             )
-            if self._pin_constants and count in self._constant:
-                lengths, offsets = self._constant[count]
+            if self._pin_constants and count in self._layouts:
                 # Pinned tensors are not copied again.
-                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()
+                self._layouts[count] = self._layouts[count].pinned()
             return features
         keys = [self._keys[number] for number in numbers]
         return sparse_features(
@@ -404,23 +405,27 @@ class BatchSlicer:
         """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by
         column.
         """
-        first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
-        if any(isinstance(column, JaggedIds) for column in first):
+        if not slices:
+            none = np.empty(0, np.int32)
+            return SharedBufferColumns(none, [none] * len(self._keys))
+        parts = [(rows.fixed_columns, part) for rows, part in slices]
+        fixed = [(columns, part) for columns, part in parts if columns is not None]
+        if not fixed:
             return [
                 _concatenate([(rows.ids[c], part) for rows, part in slices])
                 for c in range(len(self._keys))
             ]
-        fixed = [column for column in first if isinstance(column, np.ndarray)]
-        shapes = [(count, *column.shape[1:]) for column in fixed]
-        values = np.empty(sum(map(math.prod, shapes)), fixed[0].dtype if fixed else np.int32)
+        assert len(fixed) == len(parts)
+        values = join_columns(fixed)
+        if values.size == count * len(self._keys):
+            # One id each, as most logs have: views of all columns at once
+            return SharedBufferColumns(values, [*values.reshape(-1, count)])
         columns = []
         begin = 0
-        for c, shape in enumerate(shapes):
+        for column in fixed[0][0].columns:
+            shape = (count, *column.shape[1:])
             end = begin + math.prod(shape)
             columns.append(values[begin:end].reshape(shape))
-            if slices:
-                parts = [np.asarray(rows.ids[c])[part] for rows, part in slices]
-                np.concatenate(parts, out=columns[c])
             begin = end
         return SharedBufferColumns(values, columns)
 
@@ -461,41 +466,86 @@ def _concatenate(parts: Sequence[tuple[Ids, slice]]) -> Ids:
     return np.concatenate([ids[rows] for ids, rows in parts if isinstance(ids, np.ndarray)])
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Places of ids in the values of a KeyedJaggedTensor."""
+
+    lengths: torch.Tensor
+    """Number of ids of each key and row, int32 [keys * rows]."""
+    offsets: torch.Tensor
+    """First id of each key and row, and the total."""
+    sizes: Sequence[int]
+    """Number of ids of each key."""
+    starts: Sequence[int]
+    """First id of each key, and the total."""
+
+    @classmethod
+    def from_columns(cls, columns: Sequence[Ids], rows: int) -> _Layout:
+        sizes = [
+            len(column.values) if isinstance(column, JaggedIds) else column.size
+            for column in columns
+        ]
+        starts = [0, *itertools.accumulate(sizes)]
+        lengths = torch.from_numpy(
+            np.concatenate([np.empty(0, np.int32), *(_lengths(column, rows) for column in columns)])
+        )
+        offsets = torch.zeros(
+            len(lengths) + 1,
+            dtype=torch.int32 if starts[-1] < 2**31 else torch.int64,
+        )
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return cls(lengths, offsets, sizes, starts)
+
+    def pinned(self) -> _Layout:
+        return replace(
+            self,
+            lengths=self.lengths.pin_memory(),
+            offsets=self.offsets.pin_memory(),
+        )
+
+
 def sparse_features(
     keys: Sequence[str],
     columns: Sequence[Ids],
     rows: int,
-    constant: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    layouts: dict[int, _Layout] | None = None,
     *,
     weighted: bool = False,
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of
-    fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
+    """Build a KeyedJaggedTensor of `rows` rows. `layouts` caches the layouts of fixed-width columns
+    by row count. `weighted` adds weights, 1 for columns without.
     """
-    flat = [
-        column.values if isinstance(column, JaggedIds) else column.reshape(-1) for column in columns
-    ]
-    if isinstance(columns, SharedBufferColumns):
-        values = columns.values
-    elif isinstance(columns, np.ndarray):
-        values = columns.reshape(-1)
-    else:
-        values = np.concatenate(flat) if flat else np.empty(0, np.int32)
-    if constant is None or any(isinstance(column, JaggedIds) for column in columns):
-        constant = {}
-    if rows not in constant:
-        constant[rows] = _lengths_and_offsets(columns, rows, len(values))
-    lengths, offsets = constant[rows]
-    sizes = [len(ids) for ids in flat]
+    shared = isinstance(columns, SharedBufferColumns)
+    layout = layouts.get(rows) if shared and layouts is not None else None
+    if layout is None:
+        layout = _Layout.from_columns(columns, rows)
+        if shared and layouts is not None:
+            layouts[rows] = layout
     return KeyedJaggedTensor(
         keys=list(keys),
-        values=torch.from_numpy(values),
-        weights=torch.from_numpy(_weights(columns, sizes)) if weighted else None,
-        lengths=lengths,
-        offsets=offsets,
+        values=torch.from_numpy(_values(columns)),
+        weights=torch.from_numpy(_weights(columns, layout.sizes)) if weighted else None,
+        lengths=layout.lengths,
+        offsets=layout.offsets,
         stride=rows,
-        length_per_key=sizes,
-        offset_per_key=[0, *np.cumsum(sizes, dtype=np.int64).tolist()],
+        length_per_key=list(layout.sizes),
+        offset_per_key=list(layout.starts),
+    )
+
+
+def _values(columns: Sequence[Ids]) -> np.ndarray:
+    """Concatenate the ids of all columns."""
+    if isinstance(columns, SharedBufferColumns):
+        return columns.values
+    if isinstance(columns, np.ndarray):
+        return columns.reshape(-1)
+    if not columns:
+        return np.empty(0, np.int32)
+    return np.concatenate(
+        [
+            column.values if isinstance(column, JaggedIds) else column.reshape(-1)
+            for column in columns
+        ]
     )
 
 
@@ -510,19 +560,6 @@ def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
             for weights, size in zip(column_weights, sizes, strict=True)
         ]
     )
-
-
-def _lengths_and_offsets(
-    columns: Sequence[Ids],
-    rows: int,
-    num_ids: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = torch.from_numpy(
-        np.concatenate([np.empty(0, np.int32), *(_lengths(column, rows) for column in columns)])
-    )
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if num_ids < 2**31 else torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return lengths, offsets
 
 
 def _lengths(ids: Ids, rows: int) -> np.ndarray:

@@ -382,6 +382,7 @@ void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t
 int64_t rayrec_pool_tables(const rayrec_lookup *lookups, int64_t columns, int64_t rows, int64_t dim, int32_t kind,
                            float *out);
 
+void rayrec_join_ranges(const uint8_t *const *starts, const int64_t *bytes, int64_t ranges, uint8_t *out);
 void rayrec_gather_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int64_t columns, int64_t item_bytes,
                         int32_t transposed, void *out);
 void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t rows, int32_t num_dense, int32_t num_sparse,

@@ -28,6 +28,14 @@ static inline void locate(const rayrec_runs *runs, int64_t row_bytes, const int6
     }
 }
 
+/* Copies ranges of bytes to `out`, one after the other. */
+void rayrec_join_ranges(const uint8_t *const *starts, const int64_t *bytes, int64_t ranges, uint8_t *out) {
+    for (int64_t i = 0; i < ranges; i++) {
+        memcpy(out, starts[i], (size_t)bytes[i]);
+        out += bytes[i];
+    }
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Gathers rows order[0..rows) of row-major matrices: unchanged, or transposed (items of 4 or 8 bytes), with column c at
