@@ -13,7 +13,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
@@ -221,14 +221,12 @@ class ScoringApp:
     async def _recommend(self, request: Request) -> Response:
         self._check_token(request)
         _reject_parameters(request)
-        form = _form(request)
+        _form(request, accepted=("application/json",))
         if not self._models.ready:
             raise _NOT_READY
         no_items = self._models.scorer.no_items
         if no_items:
             raise RequestError(404, no_items)
-        if form["format"] != "json":
-            raise RequestError(415, "the content type must be application/json")
         opened = partial(open_recommendation, config=self._config)
         answer = await self._answered(request, ids_memory, opened, self._recommendations)
         return _response(answer.to_json())
@@ -486,15 +484,19 @@ async def _drain(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
                     return
 
 
-def _form(request: Request) -> dict[str, Any]:
-    """Return the body format and, if specified by the client, whether CSV has a header (RFC 4180)
-    and lines have a label.
+def _form(request: Request, accepted: Collection[str] = FORMATS) -> dict[str, Any]:
+    """Return the body format, whose media type must be accepted, and, if specified by the client,
+    whether CSV has a header (RFC 4180) and lines have a label.
     """
     media_type, *parameters = (
         part.strip() for part in request.headers.get("content-type", "").lower().split(";")
     )
-    if media_type not in FORMATS:
-        raise RequestError(415, f"the content type must be one of {', '.join(FORMATS)}")
+    if media_type not in accepted:
+        types = ("one of " if len(accepted) > 1 else "") + ", ".join(accepted)
+        message = f"the content type must be {types}"
+        if media_type == "application/x-www-form-urlencoded":
+            message += "; with curl, add -H 'Content-Type: application/json'"
+        raise RequestError(415, message)
     form: dict[str, Any] = {"format": FORMATS[media_type]}
     valid_parameters = {
         "json": (),

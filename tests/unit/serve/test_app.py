@@ -602,6 +602,9 @@ def test_nonfinite_scores_return_422(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- limits
 def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
     error_of(post(app, TEXT, headers={"content-encoding": "gzip"}), 415)
+    assert "with curl, add -H 'Content-Type: application/json'" in str(
+        error_of(post(app, b"{}", media_type="application/x-www-form-urlencoded"), 415)
+    )
     assert post(app, TEXT, media_type="Text/Tab-Separated-Values; charset=UTF-8").status == 200
     app = make_app(MODEL, max_body_bytes=2000, max_rows=3)
     assert post(app, b"".join(row_text(number) for number in range(3))).status == 200
