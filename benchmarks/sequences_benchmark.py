@@ -40,6 +40,8 @@ from rayrec.workloads.base import TrainConfig
 LENGTH: Final = 50
 SEEDS: Final = 3
 WIDTH: Final = 64
+BATCH: Final = 32
+"""Lists of a step of either system on MovieLens, whose users are few."""
 MODELS: Final = {"sasrec": "SASRec", "esasrec": "eSASRec"}
 """Names of RecTools' models by rayrec's."""
 DROPOUTS: Final = (0.1, 0.3, 0.5)
@@ -362,7 +364,8 @@ def _ours(
         },
         epochs=epochs,
         early_stopping={"patience": PATIENCE},
-        batch_size=128,
+        batch_size=BATCH,
+        min_steps_per_epoch=1,  # Otherwise batches would be smaller than the peer's
         **_plain(folder, f"{model}-{dropout}-{seed}", seed),
     )
     return _trained(config, f"rayrec, {model}, dropout {dropout}, seed {seed}")
@@ -402,7 +405,7 @@ def _peer(folder: str, model: str, dropout: float, *, seed: int, epochs: int) ->
         "dropout_rate": dropout,
         "loss": "softmax",
         "lr": 0.001,
-        "batch_size": 128,
+        "batch_size": BATCH,
     }
     settings = {"model": MODELS[model], "seed": seed, "epochs": epochs, "patience": PATIENCE}
     metrics: dict[str, float] = run_rectools("quality", folder, settings, arguments)
