@@ -417,12 +417,13 @@ class BatchSlicer:
             ]
         assert len(fixed) == len(parts)
         values = join_columns(fixed)
-        if values.size == count * len(self._keys):
+        first = fixed[0][0].columns
+        if all(column.ndim == 1 for column in first):
             # One id each, as most logs have: views of all columns at once
-            return SharedBufferColumns(values, [*values.reshape(-1, count)])
+            return SharedBufferColumns(values, [*values.reshape(len(first), count)])
         columns = []
         begin = 0
-        for column in fixed[0][0].columns:
+        for column in first:
             shape = (count, *column.shape[1:])
             end = begin + math.prod(shape)
             columns.append(values[begin:end].reshape(shape))
