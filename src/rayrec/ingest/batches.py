@@ -15,7 +15,13 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rayrec.batch import DENSE, Batch
-from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, join_columns
+from rayrec.data.encoded_rows import (
+    EncodedRows,
+    Ids,
+    JaggedIds,
+    concatenate_ids,
+    join_columns,
+)
 from rayrec.data.engine import StreamEngine
 from rayrec.data.logs.index import Block
 from rayrec.data.numbered_rows import EpochRows, RowSource
@@ -412,7 +418,7 @@ class BatchSlicer:
         fixed = [(columns, part) for columns, part in parts if columns is not None]
         if not fixed:
             return [
-                _concatenate([(rows.ids[c], part) for rows, part in slices])
+                concatenate_ids([_cut(rows.ids[c], part) for rows, part in slices])
                 for c in range(len(self._keys))
             ]
         assert len(fixed) == len(parts)
@@ -459,12 +465,9 @@ class SharedBufferColumns(list[np.ndarray]):
         self.values = values
 
 
-def _concatenate(parts: Sequence[tuple[Ids, slice]]) -> Ids:
-    """Concatenate slices of one column, given as (ids, rows)."""
-    bags = [ids.cut(rows.start, rows.stop) for ids, rows in parts if isinstance(ids, JaggedIds)]
-    if bags:
-        return JaggedIds.concatenated(bags)
-    return np.concatenate([ids[rows] for ids, rows in parts if isinstance(ids, np.ndarray)])
+def _cut(ids: Ids, rows: slice) -> Ids:
+    """Return rows of one column without a copy."""
+    return ids.cut(rows.start, rows.stop) if isinstance(ids, JaggedIds) else ids[rows]
 
 
 @dataclass(frozen=True)
