@@ -18,7 +18,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "recover": ("recover_benchmark", "preempt_rows"),
     "mnist": ("mnist_benchmark",),
     "gpt2": ("gpt2_benchmark",),
-    "predict": ("predict_benchmark",),
+    "predict": ("predict_rows",),
     "serve": ("serve_benchmark", "recommend_rows"),
     "zoo": ("zoo_benchmark", "quality_rows", "epoch_rows", "light_rows", "warm_start_rows"),
     "movielens": ("movielens_benchmark", "movielens_top_k_rows"),
@@ -26,7 +26,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "own-logs": ("own_logs_benchmark",),
     "features": ("features_benchmark",),
     "scale": ("scale_benchmark",),
-    "plan": ("plan_benchmark", "links_rows", "data_nodes_rows"),
+    "plan": ("plan_rows", "links_rows", "data_nodes_rows"),
     "gpu": ("gpu_benchmark",),
 }
 """Modules of each benchmark."""

@@ -276,7 +276,7 @@ def in_process(
 
 def prepare(*, path: str, export: str) -> str:
     """Return the checkpoint's folder, after exporting it."""
-    from predict_benchmark import checkpoint_of
+    from predict_rows import checkpoint_of
 
     import rayrec
 
