@@ -29,7 +29,7 @@ FUZZ_S ?= 10
 # A file at a time in each of two processes, the longest first (tests/conftest.py).
 # A process that a test ends is not replaced: its replacement would run into the same test.
 TWO_PROCESSES := -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-BENCHMARKS ?= ingest train checkpoint recover predict serve mnist gpt2
+BENCHMARKS ?= ingest train checkpoint recover serve mnist gpt2
 export PYTHONDONTWRITEBYTECODE := # empty: compiled tests and sources are written, or each process compiles them again
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 

@@ -18,15 +18,13 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "recover": ("recover_benchmark", "preempt_rows"),
     "mnist": ("mnist_benchmark",),
     "gpt2": ("gpt2_benchmark",),
-    "predict": ("predict_rows",),
-    "serve": ("serve_benchmark", "recommend_rows"),
+    "serve": ("serve_benchmark", "predict_rows", "recommend_rows"),
     "zoo": ("zoo_benchmark", "quality_rows", "epoch_rows", "light_rows", "warm_start_rows"),
     "movielens": ("movielens_benchmark", "movielens_top_k_rows"),
     "sequences": ("sequences_benchmark",),
     "own-logs": ("own_logs_benchmark",),
     "features": ("features_benchmark",),
-    "scale": ("scale_benchmark",),
-    "plan": ("plan_rows", "links_rows", "data_nodes_rows"),
+    "scale": ("scale_benchmark", "plan_rows", "links_rows", "data_nodes_rows"),
     "gpu": ("gpu_benchmark",),
 }
 """Modules of each benchmark."""

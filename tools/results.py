@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     """Field of rayrec's own figure; `peer_...` is the peer's."""
 
 
-MERGED = {"vocabulary": "ingest", "preprocess": "ingest"}
+MERGED = {"vocabulary": "ingest", "preprocess": "ingest", "predict": "serve"}
 """Benchmarks by the names of rows that they print in addition to their own."""
 INGEST = "criteo kaggle TSV -> shuffled batches of 2048, 2 CPUs"
 COUNT = "index and count 26 columns of 800,000 Criteo rows, 2 CPUs"
