@@ -229,6 +229,7 @@ def main(*, quick: bool) -> None:
     rows = 500_000 if quick else 2_000_000
     path = synthetic_log(rows)
     repeats = 1 if quick else 2
+    _two_workers(path, steps=60 if quick else 450, repeats=1 if quick else 3)
     for precision in ("fp32", "bf16"):
         peak, default_peak = (peak_of(precision, engine=engine) for engine in ("onednn", "default"))
         for batch_size in (2048, 8192):
@@ -270,6 +271,32 @@ def main(*, quick: bool) -> None:
                     repeats=repeats,
                     peer_rows_per_s=round(rate),
                 )
+
+
+def _two_workers(path: str, *, steps: int, repeats: int) -> None:
+    """Compare two workers with one that has both cores. Steps have as many rows."""
+    for batch_size in (2048, 8192):
+        common: dict[str, Any] = {
+            "path": path,
+            "precision": "fp32",
+            "steps": steps * 2048 // batch_size,
+        }
+        rates = interleaved(
+            repeats,
+            two=partial(
+                child, __file__, "from_raw", workers=2, batch_size=batch_size // 2, **common
+            ),
+            one=partial(child, __file__, "from_raw", workers=1, batch_size=batch_size, **common),
+        )
+        emit(
+            "train",
+            peer="one worker with both cores",
+            workload=f"criteo_kaggle network, fp32, batch {batch_size}, 2 workers, from raw TSV",
+            value=rates["two"],
+            ratio=rates["two"] / rates["one"],
+            repeats=repeats,
+            peer_rows_per_s=round(rates["one"]),
+        )
 
 
 if __name__ == "__main__":
