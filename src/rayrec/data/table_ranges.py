@@ -154,6 +154,25 @@ class RangeTables:
         return tuple(name for name in stored if name in selected)
 
 
+def csv_ranges(
+    file: storage.File,
+    schema: Schema,
+    *,
+    task_bytes: int,
+) -> list[tuple[int, int]]:
+    """Return ranges of bytes of up to `task_bytes` of a CSV file that are read with CsvRange. None
+    if it is smaller, packed, in an encoding other than UTF-8, where line ends are other bytes, or
+    of a format that reads its rows in its own way.
+    """
+    if file.size_bytes <= task_bytes or not schema.is_utf8 or is_packed(file.path):
+        return []
+    file_format = find_format(file.path, schema)
+    if not isinstance(file_format, Csv) or type(file_format).tables is not Csv.tables:
+        return []
+    count = -(-file.size_bytes // task_bytes)
+    return list(pairwise(file.size_bytes * number // count for number in range(count + 1)))
+
+
 def cut_files(
     files: Sequence[storage.File],
     *,
@@ -161,18 +180,12 @@ def cut_files(
     schema: Schema,
 ) -> pa.Table:
     """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file.
-    Opens files in parallel. Line ends are found in UTF-8 only, so that files in another encoding
-    stay whole.
+    Opens files in parallel.
     """
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
-        file_format = find_format(file.path, schema)
-        if file_format.name != Parquet.name:
-            is_csv = isinstance(file_format, Csv) and schema.is_utf8 and not is_packed(file.path)
-            is_full = file.size_bytes <= task_bytes or not is_csv
-            count = 1 if is_full else -(-file.size_bytes // task_bytes)
-            edges = [file.size_bytes * number // count for number in range(count + 1)]
-            return [(0, 0)] if is_full else list(pairwise(edges))
+        if find_format(file.path, schema).name != Parquet.name:
+            return csv_ranges(file, schema, task_bytes=task_bytes) or [(0, 0)]
         with open_parquet(file.path) as parquet:
             sizes = [
                 parquet.metadata.row_group(i).total_byte_size

@@ -2,13 +2,15 @@
 rewritten from Parquet or text.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from rayrec.data.formats.columns import (
     pick_columns,
 )
 from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.csv_reader import CsvRange, row_start
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
@@ -35,6 +38,7 @@ from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.parquet import checksum_of, column_chunks, leaves_of
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.table_parser import check_table, check_types
+from rayrec.data.table_ranges import TableRange
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
 
@@ -86,6 +90,37 @@ class ParquetPart:
     def rows(self) -> int:
         return sum(rows for rows, _ in self.groups)
 
+    def moved(self, rows: int) -> ParquetPart:
+        """Return the part with its rows, and those of its faults, that many rows later."""
+        checks = self.checks
+        if checks is not None:
+            faults = Faults.from_dict(checks.faults)
+            faults.first = [
+                replace(fault, row=None if fault.row is None else fault.row + rows)
+                for fault in faults.first
+            ]
+            checks = replace(checks, faults=faults.to_dict())
+        return replace(self, first_row=self.first_row + rows, checks=checks)
+
+
+@dataclass(frozen=True)
+class FileRange(TableRange):
+    """File of a log, or a range of a large CSV file."""
+
+    version: storage.File = field(kw_only=True)
+    """The file, with its size and time."""
+
+
+@dataclass(frozen=True)
+class PreparedRange:
+    """Parquet files with the rows of a range. Rows are numbered from its first one."""
+
+    parts: list[ParquetPart]
+    start: int = 0
+    """First byte of its first row, in a range of a CSV file."""
+    end: int = 0
+    """First byte of the first row behind it."""
+
 
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the rows and the approximate raw bytes of each row group, in the named columns
@@ -113,74 +148,125 @@ def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
 #
 #   Parquet, small groups    used as it is
 #   Parquet, large groups    rewritten once into the cache
-#   CSV                      rewritten once into the cache, with its invalid rows
+#   other formats            rewritten once into the cache, with their invalid rows; a large CSV
+#                            file by several tasks, each one range
 #
-# A rewritten folder is valid once it has a manifest. Its key has the file's version and everything
-# that changes the rewritten rows.
-def prepared(
-    file: storage.File,
-    schema: Schema,
-    segment_bytes: int,
-    folder: str,
-    extra: tuple[str, ...] = (),
-) -> list[ParquetPart]:
-    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`.
+# A rewritten folder is valid once it has a manifest, which whoever has all parts writes: the task
+# of a full file, or the caller for ranges. Its key has the file's version and everything that
+# changes the rewritten rows.
+@dataclass(frozen=True)
+class Rewriting:
+    """Settings of rewritten files."""
 
-    Args:
-        file: File of a log, of any format.
-        schema: Schema of the log, whose columns rewritten files have.
-        segment_bytes: Size of a row group in rewritten files.
-        folder: Cache folder of rewritten files.
-        extra: Further columns of rewritten files, which are copied unchanged.
+    schema: Schema
+    """Schema of the log, whose columns they have."""
+    segment_bytes: int
+    """Size of a row group."""
+    folder: str
+    """Cache folder."""
+    extra: tuple[str, ...] = ()
+    """Further columns, which are copied unchanged."""
 
-    Raises InputError for unusable columns.
+    def folder_of(self, file: storage.File, file_format: Format) -> str:
+        """Return the folder of a file's rows."""
+        schema = self.schema
+        text = (
+            schema.format,
+            schema.delimiter,
+            schema.escape,
+            schema.encoding,
+            schema.header,
+            schema.header_row,
+            schema.dropped,
+        )
+        size = self.segment_bytes
+        form = *text, schema.list_delimiter, size, schema.category_rules, schema.optional
+        source, version = file_format.cache_key(file)
+        key = version_key((source, schema.columns, *form, *self.extra), (VERSION, *version))
+        return storage.join(self.folder, key)
+
+    def is_done(self, file: storage.File) -> bool:
+        """Return whether a file was rewritten before."""
+        folder = self.folder_of(file, find_format(file.path, self.schema))
+        return storage.exists(_manifest(folder))
+
+    def finish(self, file: storage.File, parts: Sequence[ParquetPart]) -> None:
+        """Make the parts that several tasks have written valid."""
+        _write_manifest(self.folder_of(file, find_format(file.path, self.schema)), parts)
+
+
+def _manifest(folder: str) -> str:
+    return storage.join(folder, "manifest.json")
+
+
+def _write_manifest(folder: str, parts: Sequence[ParquetPart]) -> None:
+    # Last: files without it are ignored
+    storage.write_json(_manifest(folder), [(part.path, part.groups) for part in parts])
+
+
+def prepared(part: FileRange, how: Rewriting) -> PreparedRange:
+    """Return the Parquet files for a file or range: the file itself, or rewritten ones. Raises
+    InputError for unusable columns.
     """
+    file = part.version
+    schema = how.schema
     file_format = find_format(file.path, schema)
     if file_format.name == Parquet.name:
         with open_parquet(file.path) as parquet:
             check_schema(parquet, file.path, schema)
-            check_extra(pick_columns(file.path, parquet.schema_arrow.names), extra, path=file.path)
+            names = pick_columns(file.path, parquet.schema_arrow.names)
+            check_extra(names, how.extra, path=file.path)
             groups = _group_sizes(parquet, schema.columns)
-        if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
-            return [ParquetPart(file.path, file.path, 0, groups)]
-    text = (
-        schema.format,
-        schema.delimiter,
-        schema.escape,
-        schema.encoding,
-        schema.header,
-        schema.header_row,
-        schema.dropped,
-    )
-    form = *text, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
-    source, version = file_format.cache_key(file)
-    key = version_key((source, schema.columns, *form, *extra), (VERSION, *version))
-    folder = storage.join(folder, key)
-    manifest = storage.join(folder, "manifest.json")
-    if storage.exists(manifest):
+        if all(size <= 2 * how.segment_bytes or rows <= 1 for rows, size in groups):
+            return PreparedRange([ParquetPart(file.path, file.path, 0, groups)])
+    folder = how.folder_of(file, file_format)
+    if part.stop:
+        return _prepared_range(part, how, file_format, storage.join(folder, f"{part.number:05d}"))
+    if storage.exists(_manifest(folder)):
         parts = [
             ParquetPart(file.path, path, 0, [(rows, size) for rows, size in groups])
-            for path, groups in storage.read_json(manifest)
+            for path, groups in storage.read_json(_manifest(folder))
         ]
     else:
-        tables = read_file(file_format, file.path, schema, extra)
-        if isinstance(file_format, Csv):
-            tables = map(_without_nulls, tables)
-        name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
-        # Folder names store the values of partition columns.
-        name = "/".join([*partition_names(file.path), name])
-        parts = _rewrite(tables, folder, name, schema, segment_bytes, source=file.path)
-        # Last: files without it are ignored
-        storage.write_json(manifest, [(part.path, part.groups) for part in parts])
+        tables = read_file(file_format, file.path, schema, how.extra)
+        parts = _rewrite(tables, folder, file_format, how, source=file.path)
+        _write_manifest(folder, parts)
+    return PreparedRange(_numbered(parts))
+
+
+def _prepared_range(
+    part: FileRange, how: Rewriting, file_format: Format, folder: str
+) -> PreparedRange:
+    """Rewrite the rows of a CSV file's range."""
+    start = part.start if part.is_row_start else row_start(part.file, part.start)
+    ranges = []
+
+    def read(path: str, schema: Schema, columns: Sequence[str]) -> CsvRange:
+        ranges.append(CsvRange(path, schema, columns, start, part.stop))
+        return ranges[-1]
+
+    tables = read_file(file_format, part.file, how.schema, how.extra, read=read)
+    parts = _rewrite(tables, folder, file_format, how, source=part.file)
+    return PreparedRange(_numbered(parts), start, ranges[-1].end)
+
+
+def _numbered(parts: Sequence[ParquetPart]) -> list[ParquetPart]:
+    """Return consecutive parts of a file with their first rows."""
     starts = itertools.accumulate((part.rows for part in parts), initial=0)
     return [replace(part, first_row=row) for part, row in zip(parts, starts, strict=False)]
 
 
 def read_file(
-    file_format: Format, path: str, schema: Schema, extra: Sequence[str] = ()
+    file_format: Format,
+    path: str,
+    schema: Schema,
+    extra: Sequence[str] = (),
+    *,
+    read: Callable[[str, Schema, Sequence[str]], Iterable[pa.Table]] | None = None,
 ) -> Iterator[pa.Table]:
     """Yield the rows of a file with the columns of the schema and `extra`, and FAULT if its format
-    has it. Opens it once, without `extra`. Raises InputError for unusable columns.
+    has it. Opens it once, without `extra`. `read` replaces the format's own function `tables`, for
+    some of the rows. Raises InputError for unusable columns.
     """
     columns = (*schema.columns, *extra)
     partitions = parse_partitions(path)
@@ -190,7 +276,7 @@ def read_file(
     elif extra:
         check_extra(pick_columns(path, file_format.columns(path, schema)), extra, path=path)
     required = {name for name in schema.columns if name not in schema.optional}
-    for table in file_format.tables(path, schema, columns):
+    for table in (read or file_format.tables)(path, schema, columns):
         if not required <= {*table.column_names, *partitions}:
             # Its message shows the file's own names.
             check_file(path, file_format.columns(path, schema), schema)
@@ -349,22 +435,25 @@ def _published(file: _NewFile, *, source: str, schema: Schema, segment_bytes: in
 def _rewrite(
     tables: Iterable[pa.Table],
     folder: str,
-    name: str,
-    schema: Schema,
-    segment_bytes: int,
+    file_format: Format,
+    how: Rewriting,
     *,
     source: str,
 ) -> list[ParquetPart]:
-    """Write the rows of a log's file as Parquet, and return the new files, each of which begins at
+    """Write rows of a log's file as Parquet, and return the new files, each of which begins at
     row 0.
     """
+    if isinstance(file_format, Csv):
+        tables = map(_without_nulls, tables)
+    name = storage.name_of(source).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
+    # Folder names store the values of partition columns.
+    name = "/".join([*partition_names(source), name])
+    size = how.segment_bytes
     split = storage.read_ahead(iter(tables), name="split", ahead=_TABLES_AHEAD)
-    groups = _checked_groups(split, schema, segment_bytes, source=source)
+    groups = _checked_groups(split, how.schema, size, source=source)
     ahead = storage.read_ahead(groups, name="rows", ahead=_GROUPS_AHEAD)
-    publish = functools.partial(
-        _published, source=source, schema=schema, segment_bytes=segment_bytes
-    )
-    files = _write_files(ahead, folder, name, schema)
+    publish = functools.partial(_published, source=source, schema=how.schema, segment_bytes=size)
+    files = _write_files(ahead, folder, name, how.schema)
     return list(storage.in_order(publish, files, name="publish", num_threads=1, prefetch=1))
 
 

@@ -6,6 +6,7 @@ segment.
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.data.arrow import json_reply, parse_reply
-from rayrec.data.engine import TaskContext, grouped
+from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.formats.columns import pick_columns
 from rayrec.data.formats.content import count_names
 from rayrec.data.formats.csv import Csv
@@ -33,7 +34,9 @@ from rayrec.data.logs.index import (
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.rewritten import (
     VERSION,
+    FileRange,
     ParquetPart,
+    Rewriting,
     SegmentChecks,
     prepared,
     segments_of,
@@ -42,6 +45,7 @@ from rayrec.data.logs.table_parser import check_table, find_valid_rows, parse_cl
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.sampled_rows import sampled_rows
 from rayrec.data.stage_times import stage
+from rayrec.data.table_ranges import aligned_ranges, csv_ranges
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
@@ -157,26 +161,24 @@ def _prepared_parts(
     kind = _other_format(files, schema)
     if kind is not None:
         context.note(f"Writing {len(files)} {kind} files as Parquet to {folder} (once)")
-    prepare = functools.partial(
-        _prepare_task,
-        schema=schema,
-        segment_bytes=segment_bytes,
-        folder=folder,
-        extra=extra,
-    )
-    parts: list[ParquetPart] = []
+    how = Rewriting(schema, segment_bytes, folder, extra)
+    ranges = _file_ranges(files, how)
     total = 0
+    replies: list[dict[str, Any]] = []
     groups = grouped(
-        files,
-        lambda file: file.size_bytes,
+        ranges,
+        # Ranges of one file are tasks of their own
+        lambda part: _TASK_BYTES if part.stop else part.version.size_bytes,
         max_bytes=_TASK_BYTES,
         max_items=_TASK_FILES,
     )
+    prepare = functools.partial(_prepare_task, how=how)
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
-        new = [_part_from(stored) for stored in parse_reply(table)]
-        parts += new
-        total += sum(part.rows for part in new)
+        new = parse_reply(table)
+        replies += new
+        total += sum(part.rows for reply in new for part in _parts_of(reply))
         context.progress("tables (rows)", total, None)
+    parts = _joined_parts(ranges, replies, how, context.engine)
     rewritten = [part for part in parts if part.source != part.path]
     sources = {part.source for part in rewritten}
     if sources and kind is None:
@@ -195,6 +197,68 @@ def _prepared_parts(
     return parts
 
 
+# A large CSV file that was not rewritten before is rewritten by several tasks:
+#
+#   cut       into ranges of bytes, whose number depends on the file's size alone, so that a log has
+#             the same segments whatever cluster opens it
+#   tables    a task a range writes its rows from the first line end, which may be in a quoted field
+#   align     a range that does not begin where the one before has ended is written again
+#
+# A log of many large files has enough tasks without, and too many files to look into them here.
+def _file_ranges(files: Sequence[storage.File], how: Rewriting) -> list[FileRange]:
+    """Return the files of a log, the large CSV files among them as ranges."""
+    large = [file for file in files if file.size_bytes > _TASK_BYTES]
+    edges: dict[str, list[tuple[int, int]]] = {}
+    if 0 < len(large) <= _TASK_FILES:
+        cut = functools.partial(_edges_of, how=how)
+        paths = (file.path for file in large)
+        edges = dict(zip(paths, storage.in_parallel(cut, large, path=files[0].path), strict=True))
+    ranges = []
+    for file in files:
+        for number, (start, stop) in enumerate(edges.get(file.path) or [(0, 0)]):
+            is_row_start = start == 0
+            ranges.append(FileRange(number, file.path, start, stop, is_row_start, version=file))
+    return ranges
+
+
+def _edges_of(file: storage.File, how: Rewriting) -> list[tuple[int, int]]:
+    """Return the ranges of bytes of a CSV file that several tasks rewrite, none for other files."""
+    ranges = csv_ranges(file, how.schema, task_bytes=_TASK_BYTES)
+    return [] if ranges and how.is_done(file) else ranges
+
+
+def _joined_parts(
+    ranges: Sequence[FileRange],
+    replies: Sequence[dict[str, Any]],
+    how: Rewriting,
+    engine: Engine,
+) -> list[ParquetPart]:
+    """Return the parts of all files, given the replies for their ranges. Aligns the ranges of each
+    file, and makes its parts valid.
+    """
+    joined: list[ParquetPart] = []
+    # A log may name a file twice, so that only the numbers tell where the next one begins
+    files = itertools.accumulate(part.number == 0 for part in ranges)
+    triples = zip(files, ranges, replies, strict=True)
+    for _, group in itertools.groupby(triples, key=operator.itemgetter(0)):
+        _, of_file, markers = map(list, zip(*group, strict=True))
+        is_cut = of_file[0].stop > 0
+        if is_cut:
+            _, markers = aligned_ranges(
+                of_file, markers, functools.partial(_align_task, how=how), engine
+            )
+        parts: list[ParquetPart] = []
+        rows = 0
+        for marker in markers:
+            new = _parts_of(marker)
+            parts += [part.moved(rows) for part in new]
+            rows += sum(part.rows for part in new)
+        if is_cut:
+            how.finish(of_file[0].version, parts)
+        joined += parts
+    return joined
+
+
 def _other_format(files: Sequence[storage.File], schema: Schema) -> str | None:
     """Return the format of a log's files; None for Parquet. One look: a log may have 100,000
     files.
@@ -205,36 +269,31 @@ def _other_format(files: Sequence[storage.File], schema: Schema) -> str | None:
     return "CSV" if isinstance(file_format, Csv) else file_format.name
 
 
-def _prepare_task(
-    files: Sequence[storage.File],
-    *,
-    schema: Schema,
-    segment_bytes: int,
-    folder: str,
-    extra: tuple[str, ...],
-) -> pa.Table:
-    """Prepare a large file, or several small ones whose requests to a store run in parallel."""
+def _prepare_task(ranges: Sequence[FileRange], *, how: Rewriting) -> pa.Table:
+    """Prepare a large file, a range of one, or several small files whose requests to a store run in
+    parallel.
+    """
     keep_freed_memory()
-    prepare = functools.partial(
-        prepared,
-        schema=schema,
-        segment_bytes=segment_bytes,
-        folder=folder,
-        extra=extra,
-    )
-    parts = [
-        part
-        for file_parts in storage.in_parallel(prepare, files, path=files[0].path)
-        for part in file_parts
-    ]
-    return json_reply([asdict(part) for part in parts])
+    prepare = functools.partial(prepared, how=how)
+    replies = storage.in_parallel(prepare, ranges, path=ranges[0].file)
+    return json_reply([asdict(reply) for reply in replies])
 
 
-def _part_from(stored: dict[str, Any]) -> ParquetPart:
-    """Return a part from the reply of a task."""
-    checks = stored.pop("checks")
-    groups = [(rows, size) for rows, size in stored.pop("groups")]
-    return ParquetPart(**stored, groups=groups, checks=checks and SegmentChecks(**checks))
+def _align_task(part: FileRange, *, how: Rewriting) -> pa.Table:
+    """Rewrite a range of a file from the start of its first row."""
+    keep_freed_memory()
+    return json_reply(asdict(prepared(part, how)))
+
+
+def _parts_of(reply: dict[str, Any]) -> list[ParquetPart]:
+    """Return the parts in the reply for a file or range."""
+    parts = []
+    for stored in reply["parts"]:
+        checks = stored["checks"]
+        groups = [(rows, size) for rows, size in stored["groups"]]
+        checked = checks and SegmentChecks(**checks)
+        parts.append(ParquetPart(**{**stored, "groups": groups, "checks": checked}))
+    return parts
 
 
 @dataclass(frozen=True)

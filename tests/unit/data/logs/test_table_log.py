@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
-from rayrec.data.engine import TaskContext
+from rayrec.data.engine import TaskContext, ThreadEngine
 from rayrec.data.formats import csv_reader
 from rayrec.data.formats import parquet as formats_parquet
 from rayrec.data.formats.csv_reader import CsvRange, read_csv, row_start
@@ -391,6 +391,37 @@ def test_rewritten_rows_keep_numbers(tmp_path: Path, name: str) -> None:
         first += segment.stop - segment.start
     assert first == 9000
     assert places == [i for i in range(9000) if i % 1000 != 999]
+
+
+def test_tasks_rewrite_large_csv_file_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = movies(400)
+    faulty = range(49, len(rows), 50)
+    path = tmp_path / "a.csv"
+    # Many cuts are before a line end in quotes, where a task cannot know that no row begins
+    content = as_csv([{**row, "clicked": 2} if i in faulty else row for i, row in enumerate(rows)])
+    path.write_bytes(content)
+    monkeypatch.setattr(table_log, "_TASK_BYTES", len(content) // 40)
+    cache = tmp_path / "cache"
+    engine = LoopEngine()
+    index = index_of([path], FILMS, cache, 1000, engine)
+    assert engine.tasks > 41
+    good = [row for i, row in enumerate(rows) if i not in faulty]
+    check_movies(read_tables(index.segments, FILMS), good)
+    assert [fault.row for fault in index.faults.first] == list(faulty)
+    (manifest,) = cache.rglob("manifest.json")
+    for lost in ([], [manifest]):
+        for stored in (*lost, *cache.glob("index-*.json")):
+            stored.unlink()
+        assert index_of([path], FILMS, cache, 1000) == index
+    index_of([path], FILMS, tmp_path / "by threads", 1000, ThreadEngine(2))
+    made, again = (
+        {file.relative_to(at): file.read_bytes() for file in at.rglob("*.parquet")}
+        for at in (cache, tmp_path / "by threads")
+    )
+    assert len(made) >= 40
+    assert made == again
 
 
 def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1529,7 +1560,9 @@ def test_parquet_columns_are_checked_before_rows(tmp_path: Path) -> None:
     (file,) = storage.list_files(str(tmp_path))
     for column, message in (("z", "has no column named z"), ("x", "column x ")):
         schema = Schema(label="y", dense=(column,), tokens="any")
-        rejects(message, rewritten.prepared, file, schema, 1 << 20, str(tmp_path / "made"))
+        how = rewritten.Rewriting(schema, 1 << 20, str(tmp_path / "made"))
+        part = rewritten.FileRange(0, file.path, version=file)
+        rejects(message, rewritten.prepared, part, how)
 
 
 def test_rewritten_csv_has_dictionaries_of_few_values(tmp_path: Path) -> None:
