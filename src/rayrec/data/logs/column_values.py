@@ -58,7 +58,7 @@ class Text:
     @classmethod
     def from_array(cls, array: pa.Array) -> Text:
         """Wrap an Arrow array of strings or bytes of any kind, sharing its memory."""
-        array = pc.cast(array, pa.large_binary())
+        array = _as_bytes(array)
         _, offsets, data = array.buffers()
         empty = not len(array)  # Arrow may then have no buffers
         return cls(
@@ -84,6 +84,11 @@ class Text:
         status = np.empty(len(self), np.uint8)
         call(kernel, self.offsets, self.data, self.null, len(self), *outputs, status)
         return status
+
+
+def _as_bytes(array: pa.Array) -> pa.Array:
+    """Return text as large_binary. A cast to the same type would take microseconds, too."""
+    return array if types.is_large_binary(array.type) else pc.cast(array, pa.large_binary())
 
 
 def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
@@ -456,7 +461,7 @@ def _empty(array: pa.Array) -> np.ndarray:
 
 def text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (float64, status): decimal numbers, `true` and `false` as 1 and 0, and NaN."""
-    array = pc.cast(array, pa.large_binary())
+    array = _as_bytes(array)
     values = np.empty(len(array))
     status = Text.from_array(array).call("rayrec_text_numbers", values)
     if status.max(initial=VALUE) <= EMPTY:
