@@ -241,11 +241,11 @@ def _joined_parts(
     files = itertools.accumulate(part.number == 0 for part in ranges)
     triples = zip(files, ranges, replies, strict=True)
     for _, group in itertools.groupby(triples, key=operator.itemgetter(0)):
-        _, of_file, markers = map(list, zip(*group, strict=True))
-        is_cut = of_file[0].stop > 0
+        _, file_ranges, markers = map(list, zip(*group, strict=True))
+        is_cut = file_ranges[0].stop > 0
         if is_cut:
             _, markers = aligned_ranges(
-                of_file, markers, functools.partial(_align_task, how=how), engine
+                file_ranges, markers, functools.partial(_align_task, how=how), engine
             )
         parts: list[ParquetPart] = []
         rows = 0
@@ -254,7 +254,7 @@ def _joined_parts(
             parts += [part.moved(rows) for part in new]
             rows += sum(part.rows for part in new)
         if is_cut:
-            how.finish(of_file[0].version, parts)
+            how.finish(file_ranges[0].version, parts)
         joined += parts
     return joined
 
