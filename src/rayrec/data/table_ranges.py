@@ -160,9 +160,9 @@ def csv_ranges(
     *,
     task_bytes: int,
 ) -> list[tuple[int, int]]:
-    """Return ranges of bytes of up to `task_bytes` of a CSV file that are read with CsvRange. None
-    if it is smaller, packed, in an encoding other than UTF-8, where line ends are other bytes, or
-    of a format that reads its rows in its own way.
+    """Return byte ranges of a CSV file for CsvRange, each up to `task_bytes`. None if it is
+    smaller, packed, in an encoding other than UTF-8, where line ends are other bytes, or of a
+    format that reads its rows in its own way.
     """
     if file.size_bytes <= task_bytes or not schema.is_utf8 or is_packed(file.path):
         return []
