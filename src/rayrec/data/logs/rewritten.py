@@ -151,9 +151,9 @@ def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
 #   other formats            rewritten once into the cache, with their invalid rows; a large CSV
 #                            file by several tasks, each one range
 #
-# A rewritten folder is valid once it has a manifest, which the task of a full file writes, and for
-# ranges the caller, who has all parts. Its key has the file's version and everything that changes
-# the rewritten rows.
+# A rewritten folder is valid once it has a manifest. The task of a full file writes it; for ranges,
+# `_joined_parts` in table_log.py does when all are done. Its key has the file's version and
+# everything that changes the rewritten rows.
 @dataclass(frozen=True)
 class Rewriting:
     """Settings of rewritten files."""
