@@ -164,10 +164,13 @@ def csv_ranges(
     smaller, packed, in an encoding other than UTF-8, where line ends are other bytes, or of a
     format that reads its rows in its own way.
     """
-    if file.size_bytes <= task_bytes or not schema.is_utf8 or is_packed(file.path):
+    if file.size_bytes <= task_bytes or not schema.is_utf8:
         return []
+    # First, since the path of another format may be no file, such as a version of a table
     file_format = find_format(file.path, schema)
     if not isinstance(file_format, Csv) or type(file_format).tables is not Csv.tables:
+        return []
+    if is_packed(file.path):
         return []
     count = -(-file.size_bytes // task_bytes)
     return list(pairwise(file.size_bytes * number // count for number in range(count + 1)))
