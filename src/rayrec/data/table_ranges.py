@@ -166,7 +166,7 @@ def csv_ranges(
     """
     if file.size_bytes <= task_bytes or not schema.is_utf8:
         return []
-    # First, since the path of another format may be no file, such as a version of a table
+    # First, so that no bytes of other formats are looked at
     file_format = find_format(file.path, schema)
     if not isinstance(file_format, Csv) or type(file_format).tables is not Csv.tables:
         return []
