@@ -108,10 +108,15 @@ def compute_sha256(path: str) -> str:
 
 
 def block_checksum(data: Buffer) -> str:
-    """Return the XXH3-128 of a block of tensor data, as 32 hex digits."""
-    digest = xxhash.xxh3_128()
+    """Return the checksum of a block of tensor data, as 32 hex digits."""
+    digest = block_digest()
     digest.update(data)  # Unlike the function that does both, it releases the GIL
     return digest.hexdigest()
+
+
+def block_digest() -> xxhash.xxh3_128:
+    """Return the digest of a block of tensor data, XXH3-128, to which its bytes are added."""
+    return xxhash.xxh3_128()
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
