@@ -880,12 +880,232 @@ static void fuzz_text_features(void) {
     free(common), free(equal), free(integers), free(counts);
 }
 
+/* Writes numbers of `width` bits as runs of packed ones, and of equal ones, for a page of a Parquet file. Returns the bytes. */
+static int64_t write_runs(const uint32_t *numbers, int64_t count, int width, uint8_t *out) {
+    uint8_t *const begin = out;
+    for (int64_t i = 0; i < count;) {
+        int64_t equal = 1;
+        while (i + equal < count && equal < 1000 && numbers[i + equal] == numbers[i]) equal++;
+        if (equal >= 8 || !below(8)) {
+            const uint64_t head = (uint64_t)equal << 1;
+            if (head > 127) *out++ = (uint8_t)(head & 127) | 128, *out++ = (uint8_t)(head >> 7);
+            else *out++ = (uint8_t)head;
+            memcpy(out, &numbers[i], (size_t)(width + 7) / 8), out += (width + 7) / 8;
+            i += equal;
+            continue;
+        }
+        const int64_t groups = 1 + below(4);
+        *out++ = (uint8_t)(groups << 1 | 1);
+        memset(out, 0, (size_t)(groups * width));
+        for (int64_t n = 0; n < 8 * groups && i + n < count; n++)
+            for (int bit = 0; bit < width; bit++)
+                out[(n * width + bit) >> 3] |= (uint8_t)((numbers[i + n] >> bit & 1) << ((n * width + bit) & 7));
+        out += groups * width, i += 8 * groups;
+    }
+    return out - begin;
+}
+
+static void *exact_copy(const void *data, int64_t bytes) {
+    void *copy = buffer(bytes);
+    memcpy(copy, data, (size_t)bytes);
+    return copy;
+}
+
+static uint8_t *write_varint(uint8_t *out, uint64_t value) {
+    for (; value > 127; value >>= 7) *out++ = (uint8_t)(value | 128);
+    *out++ = (uint8_t)value;
+    return out;
+}
+
+static uint8_t *write_field(uint8_t *out, int delta, int64_t value) { /* an int32 of Thrift's compact protocol */
+    *out++ = (uint8_t)(delta << 4 | 5);
+    return write_varint(out, (uint64_t)value << 1 ^ (uint64_t)(value >> 63));
+}
+
+/* Writes data as Snappy or LZ4 (codec 1, 2) with literals, and with copies of bytes that happen to be the same before. */
+static uint8_t *compress(int codec, const uint8_t *data, int64_t bytes, uint8_t *out) {
+    if (codec == 0) return (uint8_t *)memcpy(out, data, (size_t)bytes) + bytes;
+    if (codec == 1) out = write_varint(out, (uint64_t)bytes);
+    for (int64_t at = 0; at < bytes || (codec == 2 && at == bytes);) {
+        int64_t literal = below(bytes - at + 1), copied = 0, offset = 0;
+        const int64_t from = at + literal;
+        if (from && below(4)) {
+            offset = 1 + below(from < 2000 ? from : 2000);
+            while (from + copied < bytes && copied < 64 && data[from + copied] == data[from + copied - offset]) copied++;
+        }
+        if (copied < 4) copied = 0, literal = bytes - at;
+        if (codec == 2) {
+            *out++ = (uint8_t)((literal < 15 ? literal : 15) << 4 | (copied < 4 ? 0 : copied - 4 < 15 ? copied - 4 : 15));
+            if (literal >= 15) {
+                int64_t left = literal - 15;
+                for (; left >= 255; left -= 255) *out++ = 255;
+                *out++ = (uint8_t)left;
+            }
+            out = (uint8_t *)memcpy(out, data + at, (size_t)literal) + literal;
+            if (!copied) return out;
+            *out++ = (uint8_t)offset, *out++ = (uint8_t)(offset >> 8);
+            if (copied - 4 >= 15) *out++ = (uint8_t)(copied - 19);
+        } else {
+            if (literal) {
+                const uint32_t size = (uint32_t)literal - 1;
+                const int extra = size < 60 ? 0 : size < 256 ? 1 : 2;
+                *out++ = (uint8_t)((extra ? 59 + extra : (int)size) << 2);
+                for (int i = 0; i < extra; i++) *out++ = (uint8_t)(size >> (8 * i));
+                out = (uint8_t *)memcpy(out, data + at, (size_t)literal) + literal;
+            }
+            if (copied >= 4 && copied < 12 && offset < 2048 && below(2)) {
+                *out++ = (uint8_t)(1 | (copied - 4) << 2 | offset >> 8 << 5), *out++ = (uint8_t)offset;
+            } else if (copied) {
+                *out++ = (uint8_t)(2 | (copied - 1) << 2), *out++ = (uint8_t)offset, *out++ = (uint8_t)(offset >> 8);
+            }
+        }
+        at += literal + copied;
+    }
+    return out;
+}
+
+/* Writes a page of a Parquet file, of type 0 (data), 2 (dictionary) or 3 (data of version 2, whose first `levels` bytes are levels). */
+static uint8_t *write_page(int type, int codec, const uint8_t *data, int64_t bytes, int64_t levels, int64_t values, uint8_t *out) {
+    static uint8_t stored[1 << 16];
+    const int64_t plain = type == 3 ? levels : 0;
+    memcpy(stored, data, (size_t)plain);
+    const int64_t size = bytes > plain ? compress(codec, data + plain, bytes - plain, stored + plain) - stored : plain;
+    out = write_field(out, 1, type);
+    out = write_field(out, 1, bytes);
+    out = write_field(out, 1, size);
+    if (below(2)) out = write_field(out, 1, (int64_t)next() >> 33), *out++ = (uint8_t)((type == 0 ? 1 : type == 2 ? 3 : 4) << 4 | 12);
+    else *out++ = (uint8_t)((type == 0 ? 2 : type == 2 ? 4 : 5) << 4 | 12);
+    out = write_field(out, 1, values);
+    if (type == 3) out = write_field(write_field(out, 1, 0), 1, values);
+    out = write_field(out, 1, type == 2 ? 0 : 8);
+    if (type == 0) out = write_field(write_field(out, 1, 3), 1, 3);
+    if (type == 3) out = write_field(write_field(out, 1, levels), 1, 0);
+    *out++ = 0, *out++ = 0;
+    return (uint8_t *)memcpy(out, stored, (size_t)size) + size;
+}
+
+enum { CHUNK_ROWS = 300 };
+
+/* Random values of a column chunk, and the chunk with them. */
+typedef struct {
+    int64_t rows, entries, item_bytes, codec, optional, bytes;
+    uint32_t codes[CHUNK_ROWS], levels[CHUNK_ROWS];
+    uint8_t dictionary[1 << 14], data[1 << 17];
+} written_chunk;
+
+static void write_chunk(written_chunk *chunk) {
+    const int width = (int)below(9);
+    const int64_t null_share = below(4), repeats = 1 + below(20);
+    chunk->rows = 1 + below(CHUNK_ROWS), chunk->entries = 1 + below(1 << width), chunk->codec = below(3), chunk->optional = below(2);
+    chunk->item_bytes = 4 * below(3);
+    uint8_t *out = chunk->dictionary;
+    for (int64_t i = 0; i < chunk->entries; i++) {
+        const uint32_t size = chunk->item_bytes ? (uint32_t)chunk->item_bytes : (uint32_t)below(24);
+        if (!chunk->item_bytes) memcpy(out, &size, 4), out += 4;
+        for (uint32_t n = 0; n < size; n++) *out++ = (uint8_t)below(3);
+    }
+    const int64_t bytes = out - chunk->dictionary;
+    out = write_page(2, (int)chunk->codec, chunk->dictionary, bytes, 0, chunk->entries, chunk->data);
+    for (int64_t first = 0; first < chunk->rows;) {
+        const int64_t count = 1 + below(chunk->rows - first);
+        uint32_t numbers[CHUNK_ROWS];
+        int64_t present = 0;
+        for (int64_t i = first; i < first + count; i++) {
+            chunk->levels[i] = !chunk->optional || null_share == 0 || (null_share < 3 && below(4) >= null_share);
+            chunk->codes[i] = 0;
+            if (!chunk->levels[i]) continue;
+            chunk->codes[i] = present && below(repeats) ? numbers[present - 1] : (uint32_t)below(chunk->entries);
+            numbers[present++] = chunk->codes[i];
+        }
+        uint8_t page[8192];
+        const int type = below(2) ? 0 : 3, prefix = type == 0 && chunk->optional ? 4 : 0;
+        const int64_t level_bytes = chunk->optional ? write_runs(chunk->levels + first, count, 1, page + prefix) : 0;
+        if (prefix) memcpy(page, &(uint32_t){(uint32_t)level_bytes}, 4);
+        uint8_t *const indices = page + prefix + level_bytes;
+        *indices = (uint8_t)width;
+        const int64_t page_bytes = prefix + level_bytes + 1 + write_runs(numbers, present, width, indices + 1);
+        out = write_page(type, (int)chunk->codec, page, page_bytes, level_bytes, count, out);
+        first += count;
+    }
+    chunk->bytes = out - chunk->data;
+}
+
+/* Decodes a chunk as coded_columns.py does, and compares it with what was written, or if it was damaged, checks that it is inside its
+ * memory. */
+static void check_chunk(const written_chunk *written, int64_t bytes, int is_damaged) {
+    uint8_t *data = exact_copy(written->data, bytes);
+    rayrec_coded_chunk chunk = {.data = data, .length = bytes, .rows = written->rows, .max_bytes = 1 << 17, .codec = written->codec,
+                                .optional = written->optional, .item_bytes = written->item_bytes};
+    rayrec_find_pages(&chunk, 1);
+    CHECK(is_damaged || (chunk.state == 0 && chunk.entries == written->entries));
+    if (chunk.state == 0) {
+        const int is_text = chunk.item_bytes == 0;
+        chunk.codes = is_text || below(2) ? buffer(4 * chunk.rows) : NULL;
+        chunk.valid = chunk.optional ? calloc((size_t)(chunk.rows + 7) / 8, 1) : NULL;
+        chunk.values = buffer(is_text ? chunk.dictionary_bytes : chunk.rows * chunk.item_bytes);
+        chunk.offsets = is_text ? buffer(8 * (chunk.entries + 1)) : NULL;
+        uint8_t *room = buffer(8 * chunk.rows + chunk.dictionary_bytes + chunk.page_bytes);
+        rayrec_decode_chunks(&chunk, 1, room);
+        CHECK(is_damaged || chunk.state == 0);
+        int64_t nulls = 0;
+        for (int64_t i = 0; i < chunk.rows && chunk.state == 0; i++) {
+            const int is_valid = !chunk.valid || (chunk.valid[i >> 3] >> (i & 7) & 1);
+            const uint8_t *values = chunk.values;
+            nulls += !is_valid;
+            CHECK(!chunk.codes || chunk.codes[i] < chunk.entries || chunk.entries == 0);
+            if (is_damaged) continue;
+            CHECK(is_valid == (int)written->levels[i] && (!chunk.codes || chunk.codes[i] == written->codes[i]));
+            const int64_t entry = chunk.item_bytes * (int64_t)written->codes[i];
+            CHECK(is_text || !memcmp(values + chunk.item_bytes * i, written->dictionary + entry, (size_t)chunk.item_bytes));
+        }
+        CHECK(chunk.state || nulls == chunk.nulls);
+        for (int64_t i = 0, at = 0; is_text && i < chunk.entries && chunk.state == 0; i++) {
+            const int64_t size = chunk.offsets[i + 1] - chunk.offsets[i];
+            CHECK(size >= 0 && chunk.offsets[i + 1] <= chunk.dictionary_bytes);
+            at += 4;
+            CHECK(is_damaged || !memcmp((uint8_t *)chunk.values + chunk.offsets[i], written->dictionary + at, (size_t)size));
+            at += size;
+        }
+        free(chunk.codes), free(chunk.valid), free(chunk.values), free(chunk.offsets), free(room);
+    }
+    free(data);
+}
+
+static void fuzz_coded_chunks(void) { /* what is written is decoded; what is damaged then is refused, or decoded inside of its memory */
+    static written_chunk chunk;
+    write_chunk(&chunk);
+    check_chunk(&chunk, chunk.bytes, 0);
+    for (int turn = 0; turn < 6; turn++) {
+        chunk.data[below(turn < 4 ? chunk.bytes : chunk.bytes < 40 ? chunk.bytes : 40)] = (uint8_t)next();
+        check_chunk(&chunk, turn == 3 ? below(chunk.bytes + 1) : chunk.bytes, 1);
+    }
+}
+
+static void fuzz_decompress(void) {
+    static uint8_t stored[1 << 16];
+    const int64_t bytes = 1 + below(3000);
+    uint8_t *data = buffer(bytes), *out = buffer(bytes);
+    for (int64_t i = 0; i < bytes; i++) data[i] = (uint8_t)below(2);
+    const int codec = 1 + (int)below(2);
+    int64_t size = compress(codec, data, bytes, stored) - stored;
+    for (int turn = 0; turn < 5; turn++) {
+        uint8_t *copy = exact_copy(stored, size);
+        const int32_t is_right = rayrec_decompress(codec, copy, size, out, bytes);
+        CHECK(turn || (is_right && !memcmp(out, data, (size_t)bytes)));
+        free(copy);
+        stored[below(size)] = (uint8_t)next();
+        if (turn == 3) size = below(size + 1);
+        if (!size) break;
+    }
+    free(data), free(out);
+}
+
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
                                              fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_dropout, fuzz_exponents,
                                              fuzz_list_attention, fuzz_products, fuzz_ranking, fuzz_side_tables,
                                              fuzz_text_features, fuzz_bucketize, fuzz_present_values, fuzz_take_ranges,
-                                             fuzz_events};
+                                             fuzz_events, fuzz_coded_chunks, fuzz_decompress};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

@@ -288,6 +288,26 @@ typedef struct {
     double *sums; /* (rows): output, sum of the row's leaves */
 } rayrec_trees;
 
+/* Values of a column in a row group of a Parquet file, stored as indices of a dictionary. All fields have 8 bytes. */
+typedef struct {
+    const uint8_t *data; /* bytes in the file */
+    int64_t length;
+    int64_t rows;
+    int64_t max_bytes; /* of a decompressed page */
+    int64_t codec; /* 0: none, 1: Snappy, 2: LZ4; others are not decoded */
+    int64_t optional; /* whether values may be null */
+    int64_t item_bytes; /* of numbers: 4 or 8; 0: text */
+    int64_t state; /* output: 0, or -1 if the pages are others, or damaged */
+    int64_t entries; /* output of rayrec_find_pages: values in the dictionary */
+    int64_t dictionary_bytes; /* output of rayrec_find_pages, decompressed */
+    int64_t page_bytes; /* output of rayrec_find_pages: of the largest decompressed page with indices */
+    uint32_t *codes; /* (rows): output, the entry of each value, 0 for null; NULL: not wanted */
+    uint8_t *valid; /* (rows bits), zeroed: output, bits of values that are not null; NULL if none may be null */
+    void *values; /* output: numbers (rows), undefined for null, or the bytes of the dictionary's texts (dictionary_bytes) */
+    int64_t *offsets; /* (entries + 1): output, places of the texts */
+    int64_t nulls; /* output */
+} rayrec_coded_chunk;
+
 /* Kernel that computes items [start, stop) of its arguments. Returns 0, or 1 if out of memory. */
 typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
 
@@ -368,6 +388,11 @@ void rayrec_distinct_values(const uint64_t *rows, int64_t width, int64_t column,
                             uint32_t *slots, uint64_t *values, int64_t *out, int64_t *ends);
 void rayrec_sort_events(int64_t *rows, int64_t *room, int64_t events, int64_t width, int64_t by, int64_t partition,
                         int64_t partitions, int64_t buckets, int64_t *ends);
+
+/* parquet.c */
+int32_t rayrec_decompress(int64_t codec, const uint8_t *data, int64_t length, uint8_t *out, int64_t bytes);
+void rayrec_find_pages(rayrec_coded_chunk *chunks, int64_t count);
+void rayrec_decode_chunks(rayrec_coded_chunk *chunks, int64_t count, uint8_t *room);
 
 /* side_tables.c: key index of a side table. Slots are a power of two, at least twice the keys and at least 2. */
 int64_t rayrec_build_key_slots(const uint64_t *keys, int64_t num_keys, uint32_t *slots, int64_t num_slots, int64_t *pair);

@@ -11,12 +11,15 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.coded_columns import CodedChunk, decode_chunks, is_decodable
 from rayrec.data.formats.columns import check_columns, pick_columns
 from rayrec.data.formats.parquet import dictionary_columns, unreadable_parquet
 from rayrec.data.formats.row_faults import FAULT
+from rayrec.data.logs.column_values import is_text
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.schema import Schema
@@ -105,15 +108,19 @@ def read_rows(
     stored = [name for name in (*names, FAULT) if name in names_in_file]
     chunks = column_chunks(footer.metadata, groups, stored)
     spans = _read_spans(path, footer.size_bytes, chunks)
+    decoded = {}
     coded = None
     if dictionaries and schema.tokens == "any":
-        coded = dictionary_columns(footer.metadata, groups, schema.singles)
-    file = pa.PythonFile(spans, mode="r")
-    try:
-        with pq.ParquetFile(file, metadata=footer.metadata, read_dictionary=coded) as parquet:
-            table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable_parquet(path, error) from None
+        decoded = _decoded_columns(footer, groups, stored, spans, schema)
+        left = [name for name in schema.singles if name not in decoded]
+        coded = dictionary_columns(footer.metadata, groups, left)
+    by_arrow = [name for name in stored if name not in decoded]
+    # Without any column, a table still has a number of rows
+    table = pa.table(decoded)
+    if by_arrow or not decoded:
+        table = _read_by_arrow(path, footer, groups, by_arrow, coded, spans)
+        for name, column in decoded.items():
+            table = table.append_column(name, column)
     sum_ = checksum_of(spans.span_bytes(*chunk) for chunk in chunks)
     return with_partitions(table, path, schema, columns=names), sum_
 
@@ -146,12 +153,14 @@ def column_chunks(
     chunks = []
     for number in groups:
         group = metadata.row_group(number)
-        for chunk in map(group.column, leaves):
-            start = min(
-                filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0
-            )
-            chunks.append((start, start + chunk.total_compressed_size))
+        chunks += [_chunk_range(group.column(index)) for index in leaves]
     return chunks
+
+
+def _chunk_range(chunk: pq.ColumnChunkMetaData) -> Range:
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
+    start = min(filter(None, offsets), default=0)
+    return start, start + chunk.total_compressed_size
 
 
 # Requests to a store cost more than some unused bytes between two columns.
@@ -202,6 +211,57 @@ def _read_spans(path: str, size_bytes: int, chunks: Sequence[Range]) -> _Spans:
     spans = _spans(chunks)
     buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
     return _Spans(path, size_bytes, spans, buffers)
+
+
+def _read_by_arrow(
+    path: str,
+    footer: _Footer,
+    groups: Sequence[int],
+    names: Sequence[str],
+    coded: Sequence[str] | None,
+    spans: _Spans,
+) -> pa.Table:
+    """Read columns of some row groups, those of `coded` as dictionaries. Raises InputError."""
+    file = pa.PythonFile(spans, mode="r")
+    try:
+        with pq.ParquetFile(file, metadata=footer.metadata, read_dictionary=coded) as parquet:
+            return parquet.read_row_groups(groups, columns=names, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable_parquet(path, error) from None
+
+
+def _decoded_columns(
+    footer: _Footer,
+    groups: Sequence[int],
+    names: Sequence[str],
+    spans: _Spans,
+    schema: Schema,
+) -> dict[str, pa.ChunkedArray]:
+    """Return the columns of some row groups that kernels decode, by name: numbers, and text of
+    single categories as dictionaries.
+    """
+    metadata = footer.metadata
+    row_groups = [metadata.row_group(number) for number in groups]
+    singles = frozenset(schema.singles)
+    kinds = dict(zip(footer.types.names, footer.types.types, strict=True))
+    chunks = []
+    for index in leaves_of(metadata, names):
+        leaf = metadata.schema.column(index)
+        name = leaf.path
+        kind = kinds.get(name)
+        # A column "a.b" and the field b of a column "a" have the same path.
+        if kind is None or "." in name:
+            continue
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        if not is_decodable(leaf, kind) or (is_text(kind) and name not in singles):
+            continue
+        is_optional = leaf.max_definition_level == 1
+        for group in row_groups:
+            chunk = group.column(index)
+            data = spans.span_bytes(*_chunk_range(chunk))
+            chunks.append(CodedChunk(name, kind, is_optional, chunk, group.num_rows, data))
+    return decode_chunks(chunks)
 
 
 def checksum_of(chunks: Iterable[np.ndarray]) -> int:

@@ -1623,8 +1623,10 @@ def test_repeated_text_is_read_as_dictionaries(
     (first, *_) = index.segments
     table, _ = parquet.read_rows(first.path, first.start, first.stop, schema, dictionaries=True)
     coded = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
-    assert coded == ["few"]
+    assert coded == ["few", "many"]
     raw = read_tables(index.segments, schema)
+    monkeypatch.setattr(parquet, "decode_chunks", lambda _: {})  # Arrow reads them
+    assert_same(read_tables(index.segments, schema), raw)
     monkeypatch.setattr(formats_parquet, "_CODED_BYTES", 0)
     assert_same(read_tables(index.segments, schema), raw)
 
