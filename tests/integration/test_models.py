@@ -289,15 +289,8 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "name",
-    [
-        "next_item",
-        pytest.param("shop", marks=pytest.mark.exhaustive),
-        pytest.param("two_tower", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # Of next_item, test_event_workers.py has one without new processes
+@pytest.mark.parametrize("name", ["next_item", "shop", "two_tower"])
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     changes = {"batch_size": 8, "checkpoint": {"every": 20}, "scaling": {"num_workers": 2}}
