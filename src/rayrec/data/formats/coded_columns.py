@@ -2,15 +2,16 @@
 would hash each dictionary's texts again.
 """
 
-from collections.abc import Iterable, Sequence
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Self, final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrec.native import call
+from rayrec.native import c_fields, call
 
 _CODECS: Final = {"UNCOMPRESSED": 0, "SNAPPY": 1, "LZ4": 2}
 """CODEC_NONE and the others in native/parquet.c."""
@@ -27,30 +28,17 @@ _ITEM_BYTES: Final = {
     pa.large_binary(): 0,
 }
 """Bytes of a number, 0 for text, by the types of columns that are decoded."""
-_CHUNK: Final = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "data",
-            "length",
-            "rows",
-            "max_bytes",
-            "codec",
-            "optional",
-            "item_bytes",
-            "state",
-            "entries",
-            "dictionary_bytes",
-            "page_bytes",
-            "codes",
-            "valid",
-            "values",
-            "offsets",
-            "nulls",
-        )
-    ]
-)
-"""Mirror of rayrec_coded_chunk in native/kernels.h."""
+
+
+# A table of these has the addresses of buffers that `_decoded` and the chunks keep alive.
+@final
+class _CChunk(ctypes.Structure):
+    """Mirror of rayrec_coded_chunk in native/kernels.h."""
+
+    _fields_ = c_fields(
+        "void* data; int64 length rows max_bytes codec optional item_bytes state entries "
+        "dictionary_bytes page_bytes; void* codes valid values offsets; int64 nulls"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,15 +67,11 @@ def is_decodable(column: pq.ColumnSchema, kind: pa.DataType) -> bool:
 #   rayrec_find_pages       tells which chunks have only a dictionary and indices, and their sizes
 #   (here)                  memory for the results
 #   rayrec_decode_chunks    decompresses and decodes the pages
-#
-# Addresses of arrays are in the table of chunks. The chunks, and the list of results, keep the
-# arrays alive.
-def decode_chunks(chunks: Iterable[CodedChunk]) -> dict[str, pa.ChunkedArray]:
+def decode_chunks(chunks: Sequence[CodedChunk]) -> dict[str, pa.ChunkedArray]:
     """Decode chunks to columns by name, with one array a chunk: of numbers, or dictionaries of
     large_binary for text. Columns with pages that have to be read by Arrow, or are damaged, are
     left out: Arrow reads the first, and tells how the others are damaged.
     """
-    chunks = list(chunks)
     table = _table(chunks)
     call("rayrec_find_pages", table, len(table))
     is_coded = table["state"] == 0
@@ -103,8 +87,8 @@ def decode_chunks(chunks: Iterable[CodedChunk]) -> dict[str, pa.ChunkedArray]:
 
 
 def _table(chunks: Sequence[CodedChunk]) -> np.ndarray:
-    """Return a description of chunks for the kernels, _CHUNK [chunks]."""
-    table = np.zeros(len(chunks), _CHUNK)
+    """Return a description of chunks for the kernels, _CChunk [chunks]."""
+    table = np.zeros(len(chunks), np.dtype(_CChunk))
     table["data"] = [pa.py_buffer(chunk.data).address for chunk in chunks]
     table["length"] = [len(chunk.data) for chunk in chunks]
     table["rows"] = [chunk.rows for chunk in chunks]

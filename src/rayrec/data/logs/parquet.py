@@ -115,9 +115,9 @@ def read_rows(
         left = [name for name in schema.singles if name not in decoded]
         coded = dictionary_columns(footer.metadata, groups, left)
     by_arrow = [name for name in stored if name not in decoded]
-    # Without any column, a table still has a number of rows
-    table = pa.table(decoded)
-    if by_arrow or not decoded:
+    if decoded and not by_arrow:
+        table = pa.table(decoded)
+    else:  # Arrow's table has a number of rows even without columns
         table = _read_by_arrow(path, footer, groups, by_arrow, coded, spans)
         for name, column in decoded.items():
             table = table.append_column(name, column)
