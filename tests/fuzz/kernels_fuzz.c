@@ -173,6 +173,8 @@ static void fuzz_csv(void) {
             rayrec_check_numbers(offsets, data, NULL, got, status);
             double *numbers = buffer(8 * got);
             rayrec_text_numbers(offsets, data, NULL, got, numbers, status);
+            if (rayrec_are_short_numbers(offsets, data, NULL, got))
+                for (int64_t row = 0; row < got; row++) CHECK(status[row] != TEXT_REFUSED && numbers[row] < 1e18 && numbers[row] > -1e18);
             free(numbers);
             rayrec_text_integers(offsets, data, NULL, got, integers, status);
             rayrec_text_hexadecimal(offsets, data, NULL, got, (uint32_t *)integers, status);

@@ -462,6 +462,7 @@ void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field 
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
 void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, double *out,
                          uint8_t *status);
+int64_t rayrec_are_short_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count);
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status);
 void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,

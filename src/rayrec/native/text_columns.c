@@ -400,6 +400,27 @@ void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint
     }
 }
 
+/* Whether all texts are empty or decimal numbers without an exponent, of so few letters that they are below 10^18. No values are
+ * made, and the first other text ends it. */
+int64_t rayrec_are_short_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count) {
+    enum { MAX_LETTERS = 18 };
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *p = data + offsets[i], *const end = data + offsets[i + 1];
+        if (p == end || (null && null[i])) continue;
+        if (end - p > MAX_LETTERS) return 0;
+        p += *p == '-' || *p == '+';
+        const uint8_t *q = digits(p, end);
+        int64_t found = q - p;
+        if (q < end && *q == '.') {
+            p = q + 1;
+            q = digits(p, end);
+            found += q - p;
+        }
+        if (found == 0 || q != end) return 0;
+    }
+    return 1;
+}
+
 /* Parses texts as integers of up to 18 digits, like rayrec_parse. */
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status) {

@@ -57,6 +57,7 @@ from rayrec.data.raw_block import (
     number_type,
     packed_bits,
 )
+from rayrec.native import call
 from rayrec.schema import Feature, Label, LabelRule, Schema
 
 _KINDS = (
@@ -121,7 +122,7 @@ _POSITION_BITS = 32
 #   REJECTED             fault of its row
 class ColumnParser:
     """Parser of one table's columns, with the first fault of each row in schema order. With
-    `finds_faults`, categories that cannot be a fault are not computed.
+    `finds_faults`, values that cannot be a fault are not computed.
     """
 
     def __init__(
@@ -200,6 +201,8 @@ class ColumnParser:
             np.zeros((rows, len(schema.dense) + len(schema.singles)), bool, "F"),
         )
         for index, name in enumerate(schema.dense):
+            if self.finds_faults and self._accepts_numbers(name):
+                continue
             block.numbers[:, index], block.missing[:, index] = self._dense(name)
         lists = self._fill_categories(block)
         return replace(
@@ -411,21 +414,32 @@ class ColumnParser:
 
     def _fill_singles(self, block: RawBlock, name: str) -> None:
         """Fill the block's categories of one column, and their missing mask."""
+        arrays = self._category_arrays(name)
+        if self.finds_faults and all(self._accepts_all(array, name) for array in arrays):
+            return
         index = self.schema.positions[name]
         tokens = block.categories[:, index - len(self.schema.dense)]
         status = np.full(block.rows, VALUE, np.uint8)
         fault = NOT_UTF8
         start = 0
-        for array in self._category_arrays(name):
+        for array in arrays:
             rows = slice(start, start + len(array))
             start += len(array)
-            if self.finds_faults and self._accepts_all(array, name):
-                continue
             if is_list(array.type) and self.schema.tokens == "any":
                 raise self.type_error(name, "name it in the schema's lists, or leave it out")
             status[rows], fault = self._categories(array, name, tokens[rows])
         block.missing[:, index] = status == EMPTY
         self.reject(status == REJECTED, fault, name)
+
+    def _accepts_numbers(self, name: str) -> bool:
+        """Return whether all values of a dense column are sure to be numbers in range or missing,
+        as texts of few digits are.
+        """
+        array = self.array(name)
+        if self.schema.tokens != "any" or not is_text(array.type):
+            return False
+        text = Text.from_array(array)
+        return bool(call("rayrec_are_short_numbers", text.offsets, text.data, text.null, len(text)))
 
     def _accepts_all(self, array: pa.Array, name: str) -> bool:
         """Return whether all values of a column are sure to be categories or missing, since any

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders.faults import rejects
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -27,7 +29,7 @@ from rayrec.data.logs.column_values import (
     split_lists,
     type_error,
 )
-from rayrec.data.logs.table_parser import parse_table
+from rayrec.data.logs.table_parser import check_table, parse_table
 from rayrec.data.materialized.formats import from_named_columns, named_columns
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export.plain_encoder import Encoder
@@ -637,3 +639,16 @@ def test_text_numbers_are_nearest_doubles(text: str) -> None:
     )
     assert values.tobytes() == np.array([float(text), 0, 0]).tobytes()
     assert status.tolist() == [VALUE, REJECTED, EMPTY]
+
+
+NUMBERS = st.text("0179+-.eE ", max_size=4) | st.text("019.", min_size=17, max_size=21)
+
+
+@given(st.lists(st.none() | NUMBERS | st.sampled_from(["nan", "inf", "true", "1e18"]), min_size=1))
+def test_checked_rows_match_parsed_rows(texts: list[str | None]) -> None:
+    schema = Schema(label=None, dense=("price",))
+    table = pa.table({"price": pa.array(texts, pa.string())})
+    is_valid, faults = check_table(table, schema)
+    rows, expected = parse_table(table, schema)
+    assert is_valid.sum() == rows.rows
+    assert faults.to_dict() == expected.to_dict()
