@@ -99,6 +99,13 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
+def uses_bfloat16(precision: Precision, device: torch.device) -> bool:
+    """Return whether autocast computes in bfloat16 on a device. A CPU without instructions for it
+    computes in float32: bfloat16 products take fifty times as long there (Zen 3).
+    """
+    return precision == "bf16" and (device.type != "cpu" or onednn_has_bfloat16())
+
+
 def _linear(
     inputs: torch.Tensor,
     weight: torch.Tensor,

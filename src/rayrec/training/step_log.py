@@ -19,6 +19,7 @@ from rayrec.collectives import Collectives, num_workers, over_workers
 from rayrec.compat.torch_compat import linear_pointwise
 from rayrec.config import InputError
 from rayrec.data.stage_times import STAGES, StageTimes
+from rayrec.layers.mlp import Precision, uses_bfloat16
 from rayrec.optim.config import learning_rates
 from rayrec.trained_rows import RowNumbers
 from rayrec.training.progress import Cut, Training
@@ -127,7 +128,7 @@ worker's start.
 _logger = logging.getLogger(__name__)
 
 
-def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> float:
+def multiply_adds_per_s_or_zero(device: torch.device, *, precision: Precision) -> float:
     """Return `multiply_adds_per_s`, or 0 with a warning if the measurement fails, which must not
     stop training.
     """
@@ -138,11 +139,11 @@ def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> floa
         return 0.0
 
 
-def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
+def multiply_adds_per_s(device: torch.device, *, precision: Precision) -> float:
     """Measure the fastest matrix product in torch for this device and precision ("fp32" or "bf16"),
     with the current number of threads. Raises torch's error if no product works.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if uses_bfloat16(precision, device) else torch.float32
     if device.type == "cuda":
         return _measure_cuda(device, dtype)
     rows = 1024

@@ -25,6 +25,7 @@ from rayrec import recipes
 from rayrec.batch import StepOutput
 from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors, weights_sha256
 from rayrec.config import InputError
+from rayrec.layers import mlp
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.recipes.mnist import mnist_resnet18
@@ -112,6 +113,19 @@ def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
         assert multiply_adds_per_row(workload, model, sets, context) is None
     assert "Cannot count the multiply-adds of a step: no dispatch here" in caplog.text
     assert model.training
+
+
+def test_cpu_without_bfloat16_trains_in_float32(
+    alone: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mlp, "onednn_has_bfloat16", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        data_parallel.train(str(tmp_path), 0, data_parallel.config(1).replace(precision="bf16"))
+    assert caplog.text.count("bf16 is computed in fp32") == 1
+    assert same(_tensors(tmp_path / "12"), _tensors(alone[0] / "12"))
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -374,6 +388,17 @@ def test_rows_are_predicted_once_in_order(
     assert table.column("named").to_pylist() == [f"class {number}" for number in best]
 
 
+@pytest.mark.parametrize(("has_bfloat16", "bits"), [(True, 16), (False, 32)])
+def test_scoring_uses_bfloat16_if_supported(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, bits: int
+) -> None:
+    monkeypatch.setattr(mlp, "onednn_has_bfloat16", lambda: has_bfloat16)
+    scoring = _open(
+        saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16")
+    )
+    assert _metrics(scoring, 5)["bits"] == bits
+
+
 def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_path: Path) -> None:
     path = rows_file(tmp_path, 1003)
     arrays = np.load(path)
@@ -385,10 +410,6 @@ def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_p
     metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert (metrics["perplexity"], metrics["bits"]) == (pytest.approx(np.exp(metrics["loss"])), 32)
-    scoring = _open(
-        saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16")
-    )
-    assert _metrics(scoring, 5)["bits"] == 16
     rejects(
         "has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True
     )

@@ -14,6 +14,7 @@ import torch
 from rayrec.checkpoint import Checkpoint, drop_tied_tensors, full_tensors
 from rayrec.config import InputError
 from rayrec.data.numbered_rows import RowSource
+from rayrec.layers.mlp import uses_bfloat16
 from rayrec.metrics.means import MeasureTotals
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.scoring import PREFIX, BlockScorer, Device, Scoring, check_weights
@@ -118,7 +119,9 @@ class _RowBlock:
         with (
             torch.inference_mode(),
             torch.autocast(
-                self._device.type, torch.bfloat16, enabled=task.config.precision == "bf16"
+                self._device.type,
+                torch.bfloat16,
+                enabled=uses_bfloat16(task.config.precision, self._device),
             ),
         ):
             if not task.evaluating:

@@ -1,6 +1,7 @@
 """Worker of a data-parallel workload: model under DDP or FSDP, optimizer, steps and batches."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final, final
@@ -18,6 +19,7 @@ from rayrec.ingest.batches import ArrayBatches
 from rayrec.ingest.block_order import BatchSharding
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.row_order import RowOrder, RowPlan, RowPosition
+from rayrec.layers.mlp import uses_bfloat16
 from rayrec.layers.operation_count import counted
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import NamedOptimizer
@@ -106,6 +108,7 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     )
 
 
+_logger = logging.getLogger(__name__)
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -208,7 +211,11 @@ class RowPipeline:
         self._model = model
         self._optimizer = optimizer
         self._world_size = context.world_size
-        self._bf16 = context.config.precision == "bf16"
+        self._bf16 = uses_bfloat16(context.config.precision, context.device)
+        if context.config.precision == "bf16" and not self._bf16 and context.rank == 0:
+            _logger.warning(
+                "precision: bf16 is computed in fp32, because this CPU has no instructions for it"
+            )
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._next: Batch | None = None
 
