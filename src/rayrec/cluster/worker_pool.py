@@ -23,7 +23,7 @@ from typing import Any, Final
 # who                                   does
 # driver or worker (`start_processes`)  Writes a token for each process, creates as many actors.
 # Ray                                   Starts a process for each actor, unless one is idle.
-# driver or worker, 0.2 s later         Kills the actors, which ends idle processes that became
+# driver or worker, 0.2 to 1 s later    Kills the actors, which ends idle processes that became
 #                                       one. New processes are still starting, and stay.
 # new process (`import_modules`)        Takes a token, imports the modules, joins the pool.
 # driver or worker, 20 s later          Creates actors again if tokens are left.
@@ -38,8 +38,12 @@ TOKENS: Final = "RAYREC_WORKER_TOKENS"
 MODULES: Final = "RAYREC_WORKER_MODULES"
 """Variable with the modules to import, separated by commas."""
 _KILL_S: Final = 0.2
-"""Seconds until actors are killed. Ray has begun to start their processes, unless the machine is
-very busy, and none has connected to Ray yet.
+"""Seconds until the first actors are killed. Ray has begun to start their processes, unless the
+machine is very busy, and none has connected to Ray yet.
+"""
+_MAX_KILL_S: Final = 1.0
+"""Maximum of these seconds. They double with each round, because a machine on which no process was
+started is a busy one. A process takes longer than that to connect, also on an idle machine.
 """
 _START_S: Final = 20.0
 """Seconds until actors are created again for tokens that no process has taken."""
@@ -115,12 +119,12 @@ def _create(actor: Any, folder: str) -> None:
 
     # The connection may be closed, and the folder removed with the run.
     with contextlib.suppress(ray.exceptions.RayError, FileNotFoundError):
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             tokens = os.listdir(folder)
             if not tokens or not ray.is_initialized():  # An actor would start another Ray.
                 return
             pending = [actor.remote() for _ in tokens]
-            time.sleep(_KILL_S)
+            time.sleep(min(_KILL_S * 2**number, _MAX_KILL_S))
             for handle in pending:
                 ray.kill(handle)
             deadline_s = time.monotonic() + _START_S
