@@ -498,7 +498,7 @@ class Run(EndsOnExit):
     def exit_status(self, *, timeout_s: float = 180) -> int:
         return self.session.wait(timeout_s=timeout_s).status
 
-    def summary(self, *, timeout_s: float = 240) -> dict[str, Any]:
+    def summary(self, *, timeout_s: float = 600) -> dict[str, Any]:
         status = self.exit_status(timeout_s=timeout_s)
         assert status == 0, f"exit status {status}:\n{self.session.err[-6000:]}"
         return storage.read_json(storage.join(self.path, "summary.json"))
