@@ -228,8 +228,8 @@ def check_served(path: str, rows: pa.Table, predicted: Any, columns: Sequence[st
     ("name", "model"),
     [
         ("next_item", "sasrec"),
-        ("next_item", "esasrec"),
-        ("next_item", "hstu"),
+        pytest.param("next_item", "esasrec", marks=pytest.mark.exhaustive),
+        pytest.param("next_item", "hstu", marks=pytest.mark.exhaustive),
         ("next_item", "fuxi"),
         ("two_tower", "two_tower"),
     ],

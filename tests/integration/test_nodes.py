@@ -111,6 +111,7 @@ def refusal(done: Session) -> str:
     return done.err.strip().splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_uneven_workers_match_three_on_one_machine(
     cluster: list[Node], click_log: Path, shared: Path
 ) -> None:

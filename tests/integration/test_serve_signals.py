@@ -119,7 +119,9 @@ def _stop(server: Session, send: Send, number: signal.Signals) -> int:
     ("role", "target", "number"),
     [
         pytest.param("gcs", "group", signal.SIGTERM, id="ray-starts"),
-        pytest.param("raylet", "all", signal.SIGHUP, id="ray-connects"),
+        pytest.param(
+            "raylet", "all", signal.SIGHUP, id="ray-connects", marks=pytest.mark.exhaustive
+        ),
         pytest.param("replica", "process", signal.SIGINT, id="model-loads"),
     ],
 )
