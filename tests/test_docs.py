@@ -826,27 +826,24 @@ def test_index_lists_each_page_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(pages: Pages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(pages: Pages, made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """The folder of the site, built strictly: a link, an anchor or a page of the navigation that
     does not exist is an error.
     """
-    folder = tmp_path_factory.mktemp("site")
-    command = [
-        "build",
-        "--strict",
-        "--config-file",
-        str(ROOT / "mkdocs.yml"),
-        "--site-dir",
-        str(folder / "built"),
-    ]
-    build = f"from mkdocs.__main__ import cli\ncli({command!r}, standalone_mode=False)\n"
-    pages.run(
-        "mkdocs.yml",
-        [Block("python", 0, build)],
-        folder,
-        NO_MKDOCS_2_WARNING="1",
-    )
-    return folder / "built"
+
+    def build(folder: Path) -> None:
+        command = [
+            "build",
+            "--strict",
+            "--config-file",
+            str(ROOT / "mkdocs.yml"),
+            "--site-dir",
+            str(folder / "built"),
+        ]
+        code = f"from mkdocs.__main__ import cli\ncli({command!r}, standalone_mode=False)\n"
+        pages.run("mkdocs.yml", [Block("python", 0, code)], folder, NO_MKDOCS_2_WARNING="1")
+
+    return made_once("site", build) / "built"
 
 
 @pytest.mark.parametrize(
