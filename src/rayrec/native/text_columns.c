@@ -325,6 +325,19 @@ static inline const uint8_t *digits(const uint8_t *p, const uint8_t *end) {
     return p;
 }
 
+/* The end of a number without exponent at p, or NULL if it has no digit. */
+static inline const uint8_t *mantissa(const uint8_t *p, const uint8_t *end) {
+    p += *p == '-' || *p == '+';
+    const uint8_t *q = digits(p, end);
+    int64_t found = q - p;
+    if (q < end && *q == '.') {
+        p = q + 1;
+        q = digits(p, end);
+        found += q - p;
+    }
+    return found ? q : NULL;
+}
+
 /* Checks which texts are decimal numbers: [+-]? (digits [. digits?] | . digits) ([eE] [+-]? digits)?. */
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status) {
     for (int64_t i = 0; i < count; i++) {
@@ -334,15 +347,8 @@ void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uin
             continue;
         }
         status[i] = TEXT_REFUSED;
-        p += *p == '-' || *p == '+';
-        const uint8_t *q = digits(p, end);
-        int64_t found = q - p;
-        if (q < end && *q == '.') {
-            p = q + 1;
-            q = digits(p, end);
-            found += q - p;
-        }
-        if (found == 0) continue;
+        const uint8_t *q = mantissa(p, end);
+        if (!q) continue;
         if (q < end && (*q | 0x20) == 'e') {
             p = q + 1;
             p += p < end && (*p == '-' || *p == '+');
@@ -405,18 +411,9 @@ void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint
 int64_t rayrec_are_short_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count) {
     enum { MAX_LETTERS = 18 };
     for (int64_t i = 0; i < count; i++) {
-        const uint8_t *p = data + offsets[i], *const end = data + offsets[i + 1];
+        const uint8_t *const p = data + offsets[i], *const end = data + offsets[i + 1];
         if (p == end || (null && null[i])) continue;
-        if (end - p > MAX_LETTERS) return 0;
-        p += *p == '-' || *p == '+';
-        const uint8_t *q = digits(p, end);
-        int64_t found = q - p;
-        if (q < end && *q == '.') {
-            p = q + 1;
-            q = digits(p, end);
-            found += q - p;
-        }
-        if (found == 0 || q != end) return 0;
+        if (end - p > MAX_LETTERS || mantissa(p, end) != end) return 0;
     }
     return 1;
 }
