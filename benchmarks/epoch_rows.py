@@ -97,14 +97,14 @@ def torchrec_epoch(*, path: str, preprocessor: str, sets: dict[str, int]) -> dic
     import numpy as np
     import torch
     from peers.torchrec_dlrm import build
-    from train_benchmark import _one_process
+    from pipelines import begin_group
 
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.metrics.binary import binary_metrics
 
     torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
-    _one_process()
+    begin_group()
     encoder = Preprocessor.load(preprocessor)
     pipeline = build(encoder.num_embeddings, precision="fp32")
     test = sets["train"] + sets["validation"]

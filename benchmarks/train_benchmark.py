@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from logs import build_preprocessor, synthetic_log
+from pipelines import begin_group, pipeline_rate, ready_batches
 from rows import emit, interleaved, note
 from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
@@ -91,66 +92,6 @@ def from_raw(
     return rows / seconds
 
 
-def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], list[Any]]:
-    """Return the table sizes, and batches of the log's rows, permuted and encoded, in memory. Has
-    one batch per step, because a model that repeats a few rows memorizes them and has another
-    speed.
-    """
-    import numpy as np
-    import torch
-
-    from rayrec.batch import Batch
-    from rayrec.data.encoding.preprocessor import Preprocessor
-    from rayrec.data.logs.text_parser import parse
-    from rayrec.datasets.criteo import SCHEMA
-    from rayrec.ingest.batches import sparse_features
-
-    preprocessor = Preprocessor.load(build_preprocessor(path))
-    with open(path, "rb") as file:
-        text = file.read(300 * batch_size * number)
-    text = text[: text.rindex(b"\n") + 1]
-    raw, _ = parse(SCHEMA, text)
-    order = np.random.default_rng(0).permutation(raw.rows)
-    batches = []
-    for start in range(0, batch_size * number, batch_size):
-        rows = preprocessor.encode(raw, order[start : start + batch_size])
-        batches.append(
-            Batch(
-                {"dense": torch.from_numpy(rows.dense)},
-                1 / batch_size,
-                sparse_features(SCHEMA.sparse, rows.ids, len(rows)),
-                {"label": torch.from_numpy(rows.label)},
-            )
-        )
-    return preprocessor.num_embeddings, batches
-
-
-def _one_process() -> None:
-    import torch
-
-    folder = tempfile.mkdtemp()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=0, world_size=1
-    )
-
-
-def _rate(
-    pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, before_step: Any = None
-) -> float:
-    """Measure the rows/s of `steps` steps after a warm-up of a fifth as many."""
-    from itertools import cycle, islice
-
-    warm = max(5, steps // 5)
-    source = islice(cycle(batches), warm + steps + 8)
-    for step in range(warm + steps):
-        if step == warm:
-            start = time.perf_counter()
-        if before_step:
-            before_step(step, steps)
-        pipeline.progress(source)
-    return steps * batch_size / (time.perf_counter() - start)
-
-
 def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> float:
     """Measure the rows/s of the same training code on batches in memory, without Ray."""
     import torch
@@ -166,11 +107,11 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    _one_process()
+    begin_group()
     config = recipe(
         path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage=""
     )
-    sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
+    sizes, batches = ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor = InProcess(Preprocessor.load(build_preprocessor(path)))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
@@ -178,7 +119,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
         WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared
     )
     setup.model.train()
-    return _rate(
+    return pipeline_rate(
         setup.pipeline, batches, steps, batch_size=batch_size, before_step=setup.begin_step
     )
 
@@ -192,13 +133,13 @@ def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> 
     from torchrec.datasets.utils import Batch
 
     torch.set_num_threads(os.cpu_count() or 1)
-    _one_process()
-    sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
+    begin_group()
+    sizes, batches = ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     theirs = [
         Batch(batch.tensors["dense"], batch.sparse_features, batch.labels["label"])
         for batch in batches
     ]
-    return _rate(build(sizes, precision=precision), theirs, steps, batch_size=batch_size)
+    return pipeline_rate(build(sizes, precision=precision), theirs, steps, batch_size=batch_size)
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:
