@@ -257,6 +257,50 @@ def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict
     }
 
 
+def torchrec_speed(*, sizes: dict[str, Any], on: str, precision: str) -> dict[str, float]:
+    """Measure the `rows_per_s` of TorchRec's DLRM with MLPerf's network and the same tables, rows,
+    batch size and precision, from encoded batches in host memory (pinned for a GPU).
+    """
+    import torch
+    from peers.torchrec_dlrm import MLPERF, build
+    from pipelines import begin_group, pipeline_rate, ready_batches, torchrec_batches
+
+    from rayrec.data.encoding.preprocessor import Preprocessor
+    from rayrec.training.worker import allow_tf32
+
+    measured = Sizes(**sizes)
+    config = config_of(measured, on=on, precision=precision)
+    device = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")
+    preprocessor = Preprocessor.load(config.workload.preprocessor)
+    allow_tf32(config.tf32)
+    begin_group(device)
+    try:
+        batches = ready_batches(
+            config.train_data.path,
+            preprocessor,
+            batch_size=measured.batch_size,
+            number=min(measured.steps, measured.log_rows // measured.batch_size),
+        )
+        pipeline = build(
+            preprocessor.num_embeddings,
+            precision=config.precision,
+            network=MLPERF,
+            device=device,
+            batch_size=measured.batch_size,
+        )
+        rate = pipeline_rate(
+            pipeline,
+            torchrec_batches(batches, pinned=on == "cuda"),
+            steps=measured.steps - measured.warm_steps,
+            batch_size=measured.batch_size,
+            warm_steps=measured.warm_steps,
+            wait=torch.cuda.synchronize if on == "cuda" else lambda: None,
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    return {"rows_per_s": rate}
+
+
 def peaks(*, on: str) -> dict[str, float]:
     """Measure the device's FLOP/s of matrix products by precision, and its bytes/s of
     device-to-device copies (reads plus writes).
@@ -496,7 +540,17 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 # -- The parts
 
-TASKS: Final = (speed, peaks, row_bytes, stalls, memories, cached_speed, traced, latencies)
+TASKS: Final = (
+    speed,
+    torchrec_speed,
+    peaks,
+    row_bytes,
+    stalls,
+    memories,
+    cached_speed,
+    traced,
+    latencies,
+)
 
 
 def run(task: Callable[..., Any], **arguments: Any) -> Any:
@@ -522,8 +576,8 @@ def described(on: str) -> dict[str, Any]:
 
 
 def train(sizes: Sizes, on: str, out: str | None) -> None:
-    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with the
-    roofline.
+    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with TorchRec's
+    own DLRM and with the roofline.
     """
     common = {"sizes": asdict(sizes), "on": on}
     peak = run(peaks, on=on)
@@ -533,19 +587,28 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
             sizes.repeats,
             raw=partial(run, speed, precision=precision, ready=False, **common),
             ready=partial(run, speed, precision=precision, ready=True, **common),
+            torchrec=partial(run, torchrec_speed, precision=precision, **common),
         )
-        _emit_speed(
-            f"MLPerf DLRM, one-hot, {precision}, from raw TSV",
-            peer="preprocessed binary files of the same rows",
-            rate=rates["raw"],
-            peer_rate=rates["ready"],
-            result=last["raw"],
-            roofline=roofline(
-                rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision
-            ),
-            sizes=sizes,
-            on=on,
-        )
+        for peer, name in (
+            ("preprocessed binary files of the same rows", "ready"),
+            ("TorchRec's own DLRM on encoded batches in host memory", "torchrec"),
+        ):
+            _emit_speed(
+                f"MLPerf DLRM, one-hot, {precision}, from raw TSV",
+                peer=peer,
+                rate=rates["raw"],
+                peer_rate=rates[name],
+                result=last["raw"],
+                roofline=roofline(
+                    rates["raw"],
+                    last["raw"]["multiply_adds_per_row"],
+                    moved,
+                    peak,
+                    precision=precision,
+                ),
+                sizes=sizes,
+                on=on,
+            )
 
 
 def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from logs import build_preprocessor, synthetic_log
-from pipelines import begin_group, pipeline_rate, ready_batches
+from pipelines import begin_group, pipeline_rate, ready_batches, torchrec_batches
 from rows import emit, interleaved, note
 from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
@@ -111,16 +111,25 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     config = recipe(
         path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage=""
     )
-    sizes, batches = ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
+    preprocessor = Preprocessor.load(build_preprocessor(path))
+    batches = ready_batches(path, preprocessor, batch_size=batch_size, number=steps * 6 // 5 + 20)
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
-    preprocessor = InProcess(Preprocessor.load(build_preprocessor(path)))
-    prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
+    prepared = Prepared(
+        InProcess(preprocessor),
+        "",
+        SCHEMA,
+        preprocessor.num_embeddings,
+        {"train": order},
+        0,
+        "",
+        None,
+    )
     setup = config.workload.set_up(
         WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared
     )
     setup.model.train()
     return pipeline_rate(
-        setup.pipeline, batches, steps, batch_size=batch_size, before_step=setup.begin_step
+        setup.pipeline, batches, steps=steps, batch_size=batch_size, before_step=setup.begin_step
     )
 
 
@@ -130,16 +139,19 @@ def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> 
     """
     import torch
     from peers.torchrec_dlrm import build
-    from torchrec.datasets.utils import Batch
+
+    from rayrec.data.encoding.preprocessor import Preprocessor
 
     torch.set_num_threads(os.cpu_count() or 1)
     begin_group()
-    sizes, batches = ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
-    theirs = [
-        Batch(batch.tensors["dense"], batch.sparse_features, batch.labels["label"])
-        for batch in batches
-    ]
-    return pipeline_rate(build(sizes, precision=precision), theirs, steps, batch_size=batch_size)
+    preprocessor = Preprocessor.load(build_preprocessor(path))
+    batches = ready_batches(path, preprocessor, batch_size=batch_size, number=steps * 6 // 5 + 20)
+    return pipeline_rate(
+        build(preprocessor.num_embeddings, precision=precision),
+        torchrec_batches(batches, pinned=False),
+        steps=steps,
+        batch_size=batch_size,
+    )
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:
