@@ -2,7 +2,7 @@
 invalid rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -109,8 +109,16 @@ _KINDS = (
     LIST_AGES,
 ) = range(len(_KINDS))
 _FULL_ROW = -1
+_MAX_JOINED_VALUES = 1 << 15
+"""Most values of columns that are parsed together. Of more, the copy is no longer cheap."""
 _POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
+
+
+def _are_in_range(values: np.ndarray, status: np.ndarray) -> bool:
+    """Return whether all values are numbers in range or missing."""
+    # No comparison is true for NaN
+    return bool(status.max(initial=VALUE) <= EMPTY and np.abs(values).max(initial=0.0) <= LIMIT)
 
 
 # A row is valid if no column rejects it. Columns are parsed in the schema's order, and the first
@@ -200,10 +208,7 @@ class ColumnParser:
             np.empty((rows, len(schema.singles)), category_type(schema), order),
             np.zeros((rows, len(schema.dense) + len(schema.singles)), bool, "F"),
         )
-        for index, name in enumerate(schema.dense):
-            if self.finds_faults and self._accepts_numbers(name):
-                continue
-            block.numbers[:, index], block.missing[:, index] = self._dense(name)
+        self._fill_numbers(block)
         lists = self._fill_categories(block)
         return replace(
             block,
@@ -301,6 +306,65 @@ class ColumnParser:
     def _label_numbers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         return parse_numbers(self.label_markers.to_null(self.array(name)), name, self.type_error)
 
+    # Of a request's few rows, a call for each column would take longer than all values. So columns
+    # of one type are parsed as one long column. If that has a fault, they are parsed one by one,
+    # which finds the first fault of each row.
+
+    def _joined(self, names: Sequence[str]) -> pa.Array | None:
+        """Return columns one behind the other if they are of one type, and short. None if not."""
+        is_short = len(names) * self.table.num_rows <= _MAX_JOINED_VALUES
+        if self.finds_faults or not is_short or len(names) < 2 or not self.names.issuperset(names):
+            return None
+        columns = [self.table.column(name) for name in names]
+        kind = columns[0].type
+        if any(column.type != kind or column.num_chunks != 1 for column in columns):
+            return None
+        return pa.concat_arrays([column.chunk(0) for column in columns])
+
+    def _fill_numbers(self, block: RawBlock) -> None:
+        """Fill the block's numbers and their missing mask."""
+        dense = self.schema.dense
+        names = [name for name in dense if name not in self.computed]
+        if self.schema.tokens == "hexadecimal" or not self._fill_joined_numbers(block, names):
+            names = []
+        for index, name in enumerate(dense):
+            if name in names or (self.finds_faults and self._accepts_numbers(name)):
+                continue
+            block.numbers[:, index], block.missing[:, index] = self._dense(name)
+
+    def _fill_joined_numbers(self, block: RawBlock, names: Sequence[str]) -> bool:
+        """Fill the block's numbers of these columns if that is possible at once, and none has a
+        fault.
+        """
+        array = self._joined(names)
+        if array is None or not (is_text(array.type) or types.is_floating(array.type)):
+            return False
+        values, status = self._dense_values(array, names[0])
+        if not _are_in_range(values, status):
+            return False
+        missing = (status == EMPTY).reshape(len(names), block.rows)
+        positions = [self.schema.positions[name] for name in names]
+        block.numbers[:, positions] = np.where(missing, 0.0, values.reshape(missing.shape)).T
+        block.missing[:, positions] = missing.T
+        return True
+
+    def _fill_joined_singles(self, block: RawBlock, names: Sequence[str]) -> bool:
+        """Fill the block's categories of these columns, which are all of `Schema.integers` or none
+        is, if that is possible at once, and none has a fault.
+        """
+        array = self._joined(names)
+        if array is None or not is_text(array.type):
+            return False
+        tokens = np.empty(len(array), np.uint64)
+        status, _ = self._categories(array, names[0], tokens)
+        if status.max(initial=VALUE) > EMPTY:
+            return False
+        missing = (status == EMPTY).reshape(len(names), block.rows)
+        positions = np.array([self.schema.positions[name] for name in names])
+        block.categories[:, positions - len(self.schema.dense)] = tokens.reshape(missing.shape).T
+        block.missing[:, positions] = missing.T
+        return True
+
     def _dense(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which
         are missing.
@@ -316,14 +380,8 @@ class ColumnParser:
             if not good.all():
                 values = np.where(good, values, 0.0)
             return values, ~good
-        array = self.markers.to_null(self.array(name))
-        values, status = parse_numbers(array, name, self.type_error, times=True)
-        status = self.markers.mark_numbers(values, status)
-        if self.schema.nan == "missing":
-            status = np.where(np.isnan(values), EMPTY, status)
-            values = np.where(status == EMPTY, 0.0, values)
-        # Of most columns, all values are numbers or missing. No comparison is true for NaN.
-        if status.max(initial=VALUE) <= EMPTY and np.abs(values).max(initial=0.0) <= LIMIT:
+        values, status = self._dense_values(self.array(name), name)
+        if _are_in_range(values, status):  # Those of most columns
             missing = status == EMPTY
             return np.where(missing, 0.0, values) if missing.any() else values, missing
         finite = np.isfinite(values)
@@ -331,6 +389,17 @@ class ColumnParser:
         self.reject(np.abs(values) > LIMIT, TOO_LARGE, name)
         good = finite & (status == VALUE)
         return values if good.all() else np.where(good, values, 0.0), status == EMPTY
+
+    def _dense_values(self, array: pa.Array, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (float64, status) of values of dense columns."""
+        values, status = parse_numbers(
+            self.markers.to_null(array), name, self.type_error, times=True
+        )
+        status = self.markers.mark_numbers(values, status)
+        if self.schema.nan == "missing":
+            status = np.where(np.isnan(values), EMPTY, status)
+            values = np.where(status == EMPTY, 0.0, values)
+        return values, status
 
     def clicks(self, name: str) -> np.ndarray:
         """Return `Schema.label`, float32 [rows]."""
@@ -394,7 +463,18 @@ class ColumnParser:
         schema = self.schema
         lists = []
         positions = dict[str, np.ndarray]()
+        done = set[str]()
+        for are_integers in (False, True):
+            names = [
+                name
+                for name in schema.singles
+                if name not in schema.derived and (name in schema.integers) == are_integers
+            ]
+            if schema.tokens == "any" and self._fill_joined_singles(block, names):
+                done.update(names)
         for name in schema.sparse:
+            if name in done:
+                continue
             if name in schema.lists:
                 column, bad, kind, positions[name] = self._lists(self.array(name), name)
                 lists.append(column)

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from rayrec.data.encoding.rules import bracket_items
 from rayrec.data.formats.csv_reader import read_csv, read_csv_text
 from rayrec.data.frames import transform_table
 from rayrec.data.log_source import LogSource
+from rayrec.data.logs import column_parser
 from rayrec.data.logs.column_values import (
     EMPTY,
     REJECTED,
@@ -652,3 +654,46 @@ def test_checked_rows_match_parsed_rows(texts: list[str | None]) -> None:
     rows, expected = parse_table(table, schema)
     assert is_valid.sum() == rows.rows
     assert faults.to_dict() == expected.to_dict()
+
+
+PAIRS = Schema(
+    label=None,
+    dense=("a", "b"),
+    sparse=("u", "v", "k", "l"),
+    integers=("k", "l"),
+    missing=("NA", "-1"),
+)
+VALUES = st.sampled_from(
+    [None, "", "NA", "-1", "-1.0", "7", "07", " 7", "2.5", "1e19", "nan", "x", "true", "2024-05-01"]
+)
+
+
+@given(
+    st.lists(st.tuples(*[VALUES] * 6), max_size=6),
+    st.sampled_from([pa.large_string(), pa.large_binary(), pa.string()]),
+    st.sampled_from(["fault", "missing"]),
+)
+def test_few_rows_are_parsed_like_many(
+    rows: list[tuple[str | None, ...]], kind: pa.DataType, nan: str
+) -> None:
+    schema = PAIRS.replace(nan=nan)
+    columns = zip(*rows, strict=True) if rows else [()] * 6
+    names = (*PAIRS.dense, *PAIRS.sparse)
+    table = pa.table(
+        {name: pa.array(column, kind) for name, column in zip(names, columns, strict=True)}
+    )
+    together, faults = parse_table(table, schema)
+    with mock.patch.object(column_parser, "_MAX_JOINED_VALUES", 0):
+        expected, expected_faults = parse_table(table, schema)
+    assert faults == expected_faults
+    same_block(together, expected)
+
+
+def test_columns_of_different_types_are_parsed_separately() -> None:
+    numbers = {"a": [1.5, None], "b": [float("inf"), 2.0]}
+    table = pa.table({**numbers, "u": [1, 2], "v": ["x", "y"], "k": [1, None], "l": ["3", "4"]})
+    block, faults = parse_table(table, PAIRS)
+    assert faults.counts == {"not a finite number": 1}
+    assert faults.first[0].column == "b"
+    np.testing.assert_array_equal(block.numbers, [[0.0, 2.0]])
+    np.testing.assert_array_equal(block.missing, [[True, False, False, False, True, False]])
