@@ -196,6 +196,48 @@ static void fuzz_csv(void) {
     free(text), free(fields), free(kinds), free(copy), free(again);
 }
 
+static void fuzz_json_rows(void) {
+    static const char *const names_of[] = {"a", "bb", "c"}, *const values[] = {"1", "-20", "2.5e3", "-0", "123456789012345678", "\"x\"", "\"\"", "\"q\\\"\"", "null", "true", "false", "[1]"};
+    enum { NAMES = 3, ROOM = 4096 };
+    char text[ROOM];
+    int64_t size = snprintf(text, ROOM, "{\"rows\": ["), offsets[NAMES + 1] = {0, 1, 3, 4};
+    const int64_t rows = below(6);
+    for (int64_t row = 0; row < rows; row++) {
+        size += snprintf(text + size, (size_t)(ROOM - size), row ? ", {" : "{");
+        const int64_t first = below(NAMES), members = below(NAMES + 1);
+        for (int64_t i = 0; i < members; i++)
+            size += snprintf(text + size, (size_t)(ROOM - size), "%s\"%s\":%s%s", i ? "," : "", names_of[(first + i) % NAMES], below(2) ? " " : "",
+                             values[below(below(3) ? 5 : (int64_t)(sizeof values / sizeof *values))]);
+        size += snprintf(text + size, (size_t)(ROOM - size), "}");
+    }
+    size += snprintf(text + size, (size_t)(ROOM - size), "]}");
+    if (below(2)) text[below(size)] = (char)next();
+    if (!below(4)) size = below(size + 1);
+    const int64_t capacity = below(8) + 1;
+    uint8_t *copy = buffer(size), *names = buffer(4), *kinds = buffer(capacity * NAMES);
+    rayrec_field *fields = buffer((int64_t)sizeof *fields * capacity * NAMES);
+    int32_t *follows = buffer(4 * (NAMES + 1));
+    memcpy(copy, text, (size_t)size);
+    memcpy(names, "abbc", 4);
+    const int64_t got = rayrec_split_json(copy, size, names, offsets, NAMES, follows, capacity, fields, kinds);
+    CHECK(got == -1 || (got > 0 && got <= capacity));
+    int64_t joined = 0;
+    for (int64_t i = 0; i < got * NAMES; i++) {
+        const int kind = kinds[i];
+        CHECK((kind & (kind - 1)) == 0 && kind <= JSON_BOOLEAN);
+        CHECK((int64_t)fields[i].start + fields[i].length <= size && (kind > JSON_NULL || !fields[i].length));
+        CHECK(kind < JSON_INTEGER || fields[i].length);
+        joined += fields[i].length + 1;
+    }
+    if (got > 0) {
+        joined += 2 * got;
+        uint8_t *out = buffer(joined);
+        CHECK(rayrec_join_fields(copy, fields, got, NAMES, out) == joined);
+        free(out);
+    }
+    free(copy), free(names), free(kinds), free(fields), free(follows);
+}
+
 static void fuzz_wide_look_up(void) {
     const int64_t count = below(100), slots = 256;
     uint64_t *tokens = buffer(8 * count), *table = calloc((size_t)slots, 16);
@@ -1107,7 +1149,7 @@ int main(int count, char **arguments) {
                                              fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_dropout, fuzz_exponents,
                                              fuzz_list_attention, fuzz_products, fuzz_ranking, fuzz_side_tables,
                                              fuzz_text_features, fuzz_bucketize, fuzz_present_values, fuzz_take_ranges,
-                                             fuzz_events, fuzz_coded_chunks, fuzz_decompress};
+                                             fuzz_events, fuzz_coded_chunks, fuzz_decompress, fuzz_json_rows};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

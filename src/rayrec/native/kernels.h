@@ -459,6 +459,20 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uin
 void rayrec_text_sizes(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *sizes);
 void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
                         const int64_t *starts, int64_t *offsets, uint8_t *data);
+/* What a value of JSON is. Must match KIND in data/json_rows.py. */
+enum rayrec_json_kind {
+    JSON_ABSENT,
+    JSON_NULL = 1,
+    JSON_STRING = 2,
+    JSON_INTEGER = 4,
+    JSON_DECIMAL = 8, /* a number with a fraction or an exponent */
+    JSON_BOOLEAN = 16
+};
+
+int64_t rayrec_split_json(uint8_t *text, int64_t length, const uint8_t *names, const int64_t *offsets, int32_t num_names,
+                          int32_t *follows, int64_t capacity, rayrec_field *fields, uint8_t *kinds);
+int64_t rayrec_join_fields(const uint8_t *text, const rayrec_field *fields, int64_t rows, int32_t columns, uint8_t *out);
+
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
 void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, double *out,
                          uint8_t *status);

@@ -17,6 +17,7 @@ from rayrec.data.formats.header import DOUBLE_COLON, row_pattern, split_fields
 from rayrec.data.formats.header import find_delimiter as find_file_delimiter
 from rayrec.data.formats.registry import format_of_text
 from rayrec.data.formats.text_stream import with_newlines
+from rayrec.data.json_rows import JsonRows, split_rows
 from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv", "lines"]
@@ -29,6 +30,10 @@ FORMATS: dict[str, Format] = {
 }
 """Accepted formats by media type. "lines" have the format that a file with them has."""
 
+_SPLIT_BYTES: Final = 2 << 10
+"""Bytes of JSON from which on its rows are split by a kernel. Objects of fewer values take less
+time than the arrays of the kernel.
+"""
 _DELIMITED_BYTES: Final = 64 << 10
 """Bytes at the start of a text that show its format and delimiter."""
 _NONE: Final[Mapping[str, str]] = {}
@@ -71,10 +76,12 @@ class RequestBody:
     """Upper bound of the number of rows."""
     num_bytes: int
     """Number of received bytes."""
+    split: JsonRows | None = None
+    """Rows of a JSON request with plain values only."""
     rows: list[Any] | None = None
-    """Rows of a JSON request."""
+    """Rows of another JSON request, as objects."""
     text: bytes = b""
-    """Text of other formats, in UTF-8 without a byte order mark."""
+    """Text of other formats, in UTF-8 without a byte order mark, and of `split`."""
     delimiter: str = "\t"
     """Separator of the text's columns."""
     header: bool | None = None
@@ -83,6 +90,12 @@ class RequestBody:
     """True if lines have the ignored columns too. None if the client does not specify it."""
     line_format: LineFormat | None = None
     """Format of other lines than of CSV and TSV."""
+
+    def objects(self) -> list[Any]:
+        """Return the rows of a JSON request as objects."""
+        rows = open_objects(self.text).rows if self.rows is None else self.rows
+        assert rows is not None
+        return rows
 
 
 def count_byte(text: bytes, value: int) -> int:
@@ -158,7 +171,7 @@ def open_body(
     if format == "lines":
         format, line_format = _format_of_lines(text, schema)
     if format == "json":
-        body = _open_json(text)
+        body = _open_json(text, schema, max_rows)
     elif line_format is not None:
         text = with_newlines(text.rstrip(b"\r\n") + b"\n")
         num_rows = count_byte(text, ord("\n"))
@@ -223,7 +236,17 @@ def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | 
     )
 
 
-def _open_json(content: bytes) -> RequestBody:
+def _open_json(content: bytes, schema: Schema, max_rows: int) -> RequestBody:
+    split = None
+    if len(content) >= _SPLIT_BYTES:
+        split = split_rows(content, schema.columns, max_rows=max_rows)
+    if split is None:
+        return open_objects(content)
+    return RequestBody("json", len(split), len(content), split=split, text=content)
+
+
+def open_objects(content: bytes) -> RequestBody:
+    """Open a JSON request with rows of any values, which become Python objects."""
     rows = parse_object(content, fields=("rows",))["rows"]
     return RequestBody("json", len(rows), len(content), rows=rows)
 

@@ -16,6 +16,15 @@ from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.typed_header import split_types
+from rayrec.data.json_rows import (
+    BOOLEAN,
+    DECIMAL,
+    INTEGER,
+    MAX_NUMBER,
+    STRING,
+    JsonRows,
+    find_indices,
+)
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
@@ -31,8 +40,6 @@ from rayrec.serve.requests import (
 )
 
 MAX_INTEGER = 10**18 - 1
-MAX_NUMBER = 10**18
-"""Largest magnitude of a number, as in text, which may have 18 digits."""
 
 _EMPTY_LINE: Final = re.compile(rb"^\s*\n", re.MULTILINE)
 
@@ -48,12 +55,26 @@ class RowReader(ABC):
         self._with_label = schema
         self._ignored = tuple(name for name in schema.columns if name not in self.schema.columns)
         self._known = {*self.schema.columns, *self._ignored}
+        self._names = schema.columns
+        self._kinds = np.full(len(self._names), STRING | INTEGER | DECIMAL | BOOLEAN, np.uint8)
+        """Kinds of JSON values that become columns without an object each, by name, uint8. Of
+        ignored columns, all.
+        """
 
     @abstractmethod
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         """Return the concatenated rows of valid bodies, without labels, and the outcome of each
         body.
         """
+
+    def _split_rows(self, body: RequestBody) -> JsonRows | None:
+        """Return the rows of a JSON request if they become columns without an object for each
+        value. A request that was opened for another schema does not.
+        """
+        split = body.split
+        if split is None or split.names != self._names or not split.has_only(self._kinds):
+            return None
+        return split
 
     def _check_names(self, row: Any, number: int) -> None:
         if type(row) is not dict:
@@ -131,6 +152,13 @@ class HexadecimalReader(RowReader):
     lines of text.
     """
 
+    def __init__(self, schema: Schema) -> None:
+        super().__init__(schema)
+        self._indices = find_indices(self._names, (*self.schema.dense, *self.schema.sparse))
+        num_dense = len(self.schema.dense)
+        self._kinds[self._indices[:num_dense]] = INTEGER
+        self._kinds[self._indices[num_dense:]] = STRING
+
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parser = TextParser(self.schema, sum(body.num_rows for body in bodies))
         outcomes: list[Outcome] = []
@@ -142,8 +170,8 @@ class HexadecimalReader(RowReader):
                         415,
                         "rows of this model must be application/json or text/tab-separated-values",
                     )
-                if body.rows is not None:
-                    self._parse(parser, self._lines(body.rows), labelled=True)
+                if body.format == "json":
+                    self._parse(parser, self._json_lines(body), labelled=True)
                 else:
                     num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
                     columns = self._line_columns(body, num_fields)
@@ -206,6 +234,11 @@ class HexadecimalReader(RowReader):
         lines = pc.binary_join_element_wise(*values, pa.scalar(b"\t", pa.large_binary()))
         joined = pa.LargeListArray.from_arrays(pa.array([0, len(lines)], pa.int64()), lines)
         return pc.binary_join(joined, pa.scalar(b"\n", pa.large_binary()))[0].as_py()
+
+    def _json_lines(self, body: RequestBody) -> bytes:
+        """Return the rows of a JSON request as labelled lines."""
+        split = self._split_rows(body)
+        return self._lines(body.objects()) if split is None else split.lines(self._indices)
 
     def _lines(self, rows: list[Any]) -> bytes:
         """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot
@@ -271,6 +304,24 @@ class AnyReader(RowReader):
     files.
     """
 
+    def __init__(self, schema: Schema) -> None:
+        super().__init__(schema)
+        columns = self.schema.columns
+        self._has_lists = bool(self.schema.list_columns or self.schema.list_numbers)
+        self._conversions = {name: self._conversion(name) for name in columns}
+        self._numbers = tuple(
+            name for name, (_, kind) in self._conversions.items() if kind == pa.float64()
+        )
+        self._texts = tuple(name for name in columns if name not in self._numbers)
+        self._number_indices = find_indices(self._names, self._numbers)
+        self._text_indices = find_indices(self._names, self._texts)
+        self._kinds[self._number_indices] = INTEGER | DECIMAL | BOOLEAN
+        for name in self._texts:
+            # A time is not written as a decimal number of other digits
+            is_time = self._conversions[name][0] is time_text
+            other = INTEGER if is_time else INTEGER | BOOLEAN
+            self._kinds[find_indices(self._names, [name])] = STRING | other
+
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parts: list[RawBlock] = []
         outcomes: list[Outcome] = []
@@ -290,8 +341,9 @@ class AnyReader(RowReader):
         return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
 
     def _table_of(self, body: RequestBody) -> pa.Table:
-        if body.rows is not None:
-            return self._table(body.rows)
+        if body.format == "json":
+            table = self._split_table(body)
+            return self._table(body.objects()) if table is None else table
         if body.line_format is not None:
             return self._parse_lines(body.text, body.line_format)
         return self._split(body)
@@ -315,14 +367,27 @@ class AnyReader(RowReader):
             )
         return table
 
+    def _split_table(self, body: RequestBody) -> pa.Table | None:
+        """Return what `_table` does, without an object for each value. None if some need one."""
+        split = None if self._has_lists else self._split_rows(body)
+        if split is None:
+            return None
+        numbers = split.numbers(self._number_indices)
+        if numbers is None:
+            return None
+        arrays = dict(zip(self._numbers, numbers, strict=True))
+        texts = split.texts(self._text_indices)
+        arrays.update(zip(self._texts, texts, strict=True))
+        return pa.table({name: arrays[name] for name in self.schema.columns})
+
     def _table(self, rows: list[Any]) -> pa.Table:
         for number, row in enumerate(rows):
             self._check_names(row, number)
         arrays: dict[str, pa.Array] = {}
-        for name in self.schema.columns:
-            item_of, kind = self._conversion(name)
+        lists = (*self.schema.list_columns, *self.schema.list_numbers)
+        for name, (item_of, kind) in self._conversions.items():
             values: Iterator[Any] = (row.get(name) for row in rows)
-            if name in self.schema.list_columns or name in self.schema.list_numbers:
+            if name in lists:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
                 arrays[name] = pa.array(

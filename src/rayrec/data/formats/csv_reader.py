@@ -278,7 +278,7 @@ class _Splitter:
             raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
         self.has_header = self.has_header and not rows
         self.row += rows - skip
-        arrays = _gathered(data, fields[skip:rows])
+        arrays = gather_columns(data, fields[skip:rows])
         return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(
             consumed[0]
         )
@@ -290,9 +290,9 @@ class _Splitter:
 #   starts[c]     first byte of column c in the buffer, and its end
 #
 # The kernel goes through some rows at a time, whose fields stay in the CPU's cache for all columns.
-def _gathered(data: np.ndarray, fields: np.ndarray) -> list[pa.Array]:
-    """Return the columns of text. `fields` has the first byte and size of each field, uint32 [rows,
-    columns, 2].
+def gather_columns(data: np.ndarray, fields: np.ndarray) -> list[pa.Array]:
+    """Return the columns of text, large_binary. `fields` has the first byte and size of each field,
+    uint32 [rows, columns, 2].
     """
     rows, width, _ = fields.shape
     shape = (rows, ctypes.c_int32(width))
