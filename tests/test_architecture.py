@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (409, 10),
-        "statements": (56_410, 1_500),
+        "files": (410, 10),
+        "statements": (56_630, 1_500),
         "density": (6.0, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
@@ -37,7 +37,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (43_160, 1_500),
+        "statements": (43_290, 1_500),
         "density": (7.7, 0.3),
         "wide": (0, 0),
         "parallel": (24, 5),
