@@ -20,7 +20,7 @@ STRING: Final = 2
 INTEGER: Final = 4
 DECIMAL: Final = 8
 BOOLEAN: Final = 16
-"""Kinds of a value, `rayrec_json_kind` of kernels.h. An absent one has 0."""
+"""Kinds of a value, as in native/kernels.h. An absent one has 0."""
 MAX_NUMBER: Final = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
 
