@@ -1042,7 +1042,7 @@ class Schema(Config):
                 "would be learned from the kept rows alone. Leave out labels or sample"
             )
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """All columns of the log, in the order of files without a header."""
         named = tuple(name for name in (self.label, self.weight) if name)
