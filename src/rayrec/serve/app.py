@@ -91,6 +91,7 @@ class ScoringApp:
         """
         self._models = models
         self._counters = counters
+        self._request_counter = functools.cache(counters.requests.labels)
         self._config = config
         self._token_digest = token_digest
         self._collect = collect
@@ -142,10 +143,8 @@ class ScoringApp:
                         "headers": [*message["headers"], (b"connection", b"close")],
                     }
                 route = scope.get("route")
-                self._counters.requests.labels(
-                    route.path if route else "other",
-                    message["status"],
-                ).inc()
+                path = route.path if route else "other"
+                self._request_counter(path, message["status"]).inc()
             await send(message)
 
         await self._app(scope, receive, counted)

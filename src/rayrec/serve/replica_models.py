@@ -102,6 +102,7 @@ class BatchScorer:
         self._columns = model.preprocessor.inputs.sparse
         self._tokens = functools.cache(functools.partial(ids_by_row, model.preprocessor))
         self._counters = counters
+        self._unknown_counter = functools.cache(counters.unknown.labels)
 
     def _set_recommender(self, counters: Counters, histories: str | None) -> None:
         try:
@@ -208,12 +209,12 @@ class BatchScorer:
         )
 
     def _count(self, rows: int, unknown: np.ndarray, numbers: np.ndarray, seconds: float) -> None:
-        self._counters.rows.labels(self.model.version).inc(rows)
+        self._row_counter.inc(rows)
         self._counters.batch_rows.observe(rows)
         self._counters.forward_seconds.observe(seconds)
         unknown_counts = unknown.sum(axis=0)
         for column in np.flatnonzero(unknown_counts).tolist():
-            self._counters.unknown.labels(self._columns[column]).inc(int(unknown_counts[column]))
+            self._unknown_counter(self._columns[column]).inc(int(unknown_counts[column]))
         for (all_values, all_clipped), (values, clipped) in zip(
             self._clip_counters,
             numbers.tolist(),
@@ -223,11 +224,15 @@ class BatchScorer:
             if clipped:
                 all_clipped.inc(clipped)
 
+    # Counters of labels are found once, since each look takes 2 µs, but not before the first batch.
+
+    @functools.cached_property
+    def _row_counter(self) -> Counter:
+        return self._counters.rows.labels(self.model.version)
+
     @functools.cached_property
     def _clip_counters(self) -> list[tuple[Counter, Counter]]:
-        """Counters of values and of clipped values, by column. Found once, since each look takes 2
-        µs.
-        """
+        """Counters of values and of clipped values, by column."""
         return [
             (self._counters.numbers.labels(name), self._counters.clipped.labels(name))
             for name in self._clips.names

@@ -1,5 +1,6 @@
 """Parsing of request rows with the parsers of the training log, and its errors."""
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ class RowReader(ABC):
         self._with_label = schema
         self._ignored = tuple(name for name in schema.columns if name not in self.schema.columns)
         self._known = {*self.schema.columns, *self._ignored}
+        self._line_columns = functools.cache(self._find_line_columns)
         self._names = schema.columns
         self._kinds = np.full(len(self._names), STRING | INTEGER | DECIMAL | BOOLEAN, np.uint8)
         """Kinds of JSON values that become columns without an object each, by name, uint8. Of
@@ -89,10 +91,11 @@ class RowReader(ABC):
             field=shorten(unknown),
         )
 
-    def _line_columns(self, body: RequestBody, num_fields: int) -> tuple[str, ...]:
+    def _find_line_columns(self, num_fields: int, label: bool | None) -> tuple[str, ...]:
         """Return the column names of a line without a header: all of the training log, or those
-        without the ignored ones. Raises RequestError if their order is unknown, or if the number of
-        fields fits no kind of line, or not the client's kind.
+        without the ignored ones. `label`: whether the client says that lines have these. Raises
+        RequestError if their order is unknown, or if the number of fields fits no kind of line, or
+        not the client's kind.
         """
         forms = self._with_label.line_forms
         if not forms:
@@ -104,13 +107,13 @@ class RowReader(ABC):
             )
         full = forms[0]
         bare = forms[-1]
-        allowed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
+        allowed = {None: (bare, full), True: (full,), False: (bare,)}[label]
         columns = next((form for form in allowed if len(form) == num_fields), None)
         if columns is None:
             ignored = [name for name in full if name not in bare]
             also = (
                 f", or {len(full)} with {' and '.join(ignored)}"
-                if body.label is None and ignored
+                if label is None and ignored
                 else ""
             )
             raise RequestError(
@@ -174,7 +177,7 @@ class HexadecimalReader(RowReader):
                     self._parse(parser, self._json_lines(body), labelled=True)
                 else:
                     num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
-                    columns = self._line_columns(body, num_fields)
+                    columns = self._line_columns(num_fields, body.label)
                     if columns[
                         -len(self.schema.columns) :
                     ] == self.schema.columns and num_fields <= 1 + len(self.schema.columns):
@@ -436,7 +439,7 @@ class AnyReader(RowReader):
             )
             text = text[start:]
         else:
-            columns = self._line_columns(body, len(names))
+            columns = self._line_columns(len(names), body.label)
         if not text:
             raise RequestError(400, "the request has no rows")
         _reject_empty_lines(text, body.delimiter, self.schema.escape)
