@@ -388,16 +388,22 @@ class AnyReader(RowReader):
             self._check_names(row, number)
         arrays: dict[str, pa.Array] = {}
         lists = (*self.schema.list_columns, *self.schema.list_numbers)
+        # Columns of a type are slices of one long column, so that Arrow makes few
+        long_columns: dict[pa.DataType, list[Any]] = {pa.float64(): [], pa.large_string(): []}
         for name, (item_of, kind) in self._conversions.items():
             values: Iterator[Any] = (row.get(name) for row in rows)
             if name in lists:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
-                arrays[name] = pa.array(
-                    [item_of(value, name, number) for number, value in enumerate(values)],
-                    kind,
-                )
-        return pa.table(arrays)
+                long_columns[kind] += [
+                    item_of(value, name, number) for number, value in enumerate(values)
+                ]
+        for kind, long_column in long_columns.items():
+            column = pa.array(long_column, kind)
+            names = self._numbers if kind == pa.float64() else self._texts
+            for index, name in enumerate(name for name in names if name not in lists):
+                arrays[name] = column.slice(index * len(rows), len(rows))
+        return pa.table({name: arrays[name] for name in self._conversions})
 
     def _conversion(self, name: str) -> tuple[Callable[[Any, str, int], Any], pa.DataType]:
         """Return the function that converts a column's JSON values, and their type."""
