@@ -24,7 +24,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
         "files": (410, 10),
-        "statements": (56_630, 1_500),
+        "statements": (56_650, 1_500),
         "density": (6.0, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
