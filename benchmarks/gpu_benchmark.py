@@ -589,6 +589,9 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
             ready=partial(run, speed, precision=precision, ready=True, **common),
             torchrec=partial(run, torchrec_speed, precision=precision, **common),
         )
+        bounds = roofline(
+            rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision
+        )
         for peer, name in (
             ("preprocessed binary files of the same rows", "ready"),
             ("TorchRec's own DLRM on encoded batches in host memory", "torchrec"),
@@ -599,13 +602,7 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
                 rate=rates["raw"],
                 peer_rate=rates[name],
                 result=last["raw"],
-                roofline=roofline(
-                    rates["raw"],
-                    last["raw"]["multiply_adds_per_row"],
-                    moved,
-                    peak,
-                    precision=precision,
-                ),
+                roofline=bounds,
                 sizes=sizes,
                 on=on,
             )

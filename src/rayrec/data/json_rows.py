@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.formats.csv_reader import gather_columns
-from rayrec.data.logs.column_values import text_numbers
+from rayrec.data.logs.column_values import LIMIT, text_numbers
 from rayrec.native import call
 
 NULL: Final = 1
@@ -21,8 +21,6 @@ INTEGER: Final = 4
 DECIMAL: Final = 8
 BOOLEAN: Final = 16
 """Kinds of a value, as in native/kernels.h. An absent one has 0."""
-MAX_NUMBER: Final = 10**18
-"""Largest magnitude of a number, as in text, which may have 18 digits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +65,11 @@ class JsonRows:
 
     def numbers(self, indices: np.ndarray) -> list[pa.Array] | None:
         """Return the columns of the names at `indices` as numbers, float64, null where they are
-        missing. None if one is beyond MAX_NUMBER.
+        missing. None if one is beyond LIMIT.
         """
         column, missing = self._joined(indices)
         values, _ = text_numbers(column)
-        if not (np.abs(values) <= MAX_NUMBER).all():
+        if not (np.abs(values) <= LIMIT).all():
             return None
         return self._divided(pa.array(values, mask=missing))
 

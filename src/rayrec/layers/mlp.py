@@ -297,7 +297,7 @@ def linear_stack(
         weight = parameters[2 * layer]
         bias = parameters[2 * layer + 1]
         assert weight is not None
-        # A cast to the same type takes half a microsecond, of 15 for a layer of one row
+        # A cast to the same type takes time too, which counts for a single row
         if weight.dtype != layer_dtype:
             weight = weight.to(layer_dtype)
             bias = None if bias is None else bias.to(layer_dtype)

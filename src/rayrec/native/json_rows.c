@@ -92,12 +92,11 @@ static const uint8_t *value(const uint8_t *p, const uint8_t *end, uint8_t *text,
 }
 
 /* Index of the name [start, stop), or -1. Rows mostly have the same order: follows[i] is the name that came after name i - 1 last, and
- * follows[0] the first one. */
+ * follows[0] the first one. Rows that leave out names have one of the next. */
 static inline int32_t name_at(const uint8_t *start, const uint8_t *stop, const uint8_t *names, const int64_t *offsets, int32_t count,
                               int32_t *followed) {
     const int64_t length = stop - start;
-    for (int32_t i = -1; i < count; i++) {
-        const int32_t name = i < 0 ? *followed : i;
+    for (int32_t i = 0, name = *followed; i < count; i++, name = name + 1 < count ? name + 1 : 0) {
         if (offsets[name + 1] - offsets[name] == length && !memcmp(names + offsets[name], start, (size_t)length)) {
             *followed = name;
             return name;
@@ -111,7 +110,8 @@ static inline int32_t name_at(const uint8_t *start, const uint8_t *stop, const u
  * values.
  *
  * Returns the number of rows, or -1 for any other text: what is not JSON, has no or more than `capacity` rows, or an unknown or repeated
- * name, a list, an object, an escape in a string, or a longer number. It may be a request all the same; its caller parses it in another way. In strings, any byte from 32 on is accepted. The text has less than 2^31 bytes. */
+ * name, a list, an object, an escape in a string, or a longer number. It may be a request all the same; its caller parses it in another
+ * way. In strings, any byte from 32 on is accepted. The text has less than 2^31 bytes. */
 int64_t rayrec_split_json(uint8_t *text, int64_t length, const uint8_t *names, const int64_t *offsets, int32_t num_names,
                           int32_t *follows, int64_t capacity, rayrec_field *fields, uint8_t *kinds) {
     const uint8_t *const end = text + length;

@@ -459,7 +459,7 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uin
 void rayrec_text_sizes(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *sizes);
 void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
                         const int64_t *starts, int64_t *offsets, uint8_t *data);
-/* What a value of JSON is. Must match KIND in data/json_rows.py. */
+/* What a value of JSON is. Must match the kinds in data/json_rows.py. */
 enum rayrec_json_kind {
     JSON_ABSENT,
     JSON_NULL = 1,

@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.config import packaged_json
+from rayrec.data.logs.column_values import LIMIT
 from rayrec.environment.installation import versions
 from rayrec.models.heads import many
 from rayrec.serve.recommendations import DEFAULT_K
 from rayrec.serve.requests import find_delimiter
-from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
+from rayrec.serve.row_readers import MAX_INTEGER
 
 if TYPE_CHECKING:
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -191,8 +192,8 @@ def _columns(schema: Schema) -> dict[str, Any]:
     else:
         dense = {
             "type": ["number", "boolean", "null"],
-            "minimum": -MAX_NUMBER,
-            "maximum": MAX_NUMBER,
+            "minimum": -LIMIT,
+            "maximum": LIMIT,
         }
         token = {
             "type": ["string", "integer", "boolean", "null"],

@@ -21,11 +21,11 @@ from rayrec.data.json_rows import (
     BOOLEAN,
     DECIMAL,
     INTEGER,
-    MAX_NUMBER,
     STRING,
     JsonRows,
     find_indices,
 )
+from rayrec.data.logs.column_values import LIMIT
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
@@ -513,7 +513,7 @@ def _number(value: Any, name: str, row: int) -> float | None:
             row=row,
             field=name,
         )
-    if not -MAX_NUMBER <= value <= MAX_NUMBER:
+    if not -LIMIT <= value <= LIMIT:
         raise RequestError(400, f"row {row}: {name} is beyond 10^18", row=row, field=name)
     return float(value)
 

@@ -311,9 +311,13 @@ class ColumnParser:
     # which finds the first fault of each row.
 
     def _joined(self, names: Sequence[str]) -> pa.Array | None:
-        """Return columns one behind the other if they are of one type, and short. None if not."""
+        """Return columns one behind the other if they are of one type, and short. None if not, and
+        for logs of hexadecimal tokens.
+        """
         is_short = len(names) * self.table.num_rows <= _MAX_JOINED_VALUES
-        if self.finds_faults or not is_short or len(names) < 2 or not self.names.issuperset(names):
+        if self.schema.tokens == "hexadecimal" or self.finds_faults or not is_short:
+            return None
+        if len(names) < 2 or not self.names.issuperset(names):
             return None
         columns = [self.table.column(name) for name in names]
         kind = columns[0].type
@@ -325,10 +329,9 @@ class ColumnParser:
         """Fill the block's numbers and their missing mask."""
         dense = self.schema.dense
         names = [name for name in dense if name not in self.computed]
-        if self.schema.tokens == "hexadecimal" or not self._fill_joined_numbers(block, names):
-            names = []
+        done = set(names) if self._fill_joined_numbers(block, names) else set[str]()
         for index, name in enumerate(dense):
-            if name in names or (self.finds_faults and self._accepts_numbers(name)):
+            if name in done or (self.finds_faults and self._accepts_numbers(name)):
                 continue
             block.numbers[:, index], block.missing[:, index] = self._dense(name)
 
@@ -470,7 +473,7 @@ class ColumnParser:
                 for name in schema.singles
                 if name not in schema.derived and (name in schema.integers) == are_integers
             ]
-            if schema.tokens == "any" and self._fill_joined_singles(block, names):
+            if self._fill_joined_singles(block, names):
                 done.update(names)
         for name in schema.sparse:
             if name in done:
